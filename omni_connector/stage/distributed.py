@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -21,12 +22,15 @@ import torch.distributed as dist
 
 from omni_connector.objects import codec
 from omni_connector.runtime.backoff import Backoff
-from omni_connector.stage.tp import ask_loaded
+from omni_connector.stage.branches import BRANCH_FIELDS, PARAMS, Fields, apply, rank_payloads
+from omni_connector.stage.groups import (
+    ReceiveTopology,
+    control_of,
+    group_rank,
+)
 
 logger = logging.getLogger(__name__)
 
-_PARALLEL_STATE: Final = "vllm_omni.diffusion.distributed.parallel_state"
-_VLLM_PARALLEL_STATE: Final = "vllm.distributed.parallel_state"
 _HOST_BACKENDS: Final = ("gloo", "mpi")
 
 # Seconds beyond what receiving may take, for ranks that are busy, or began a little later.
@@ -34,79 +38,102 @@ _SLACK_S: Final = 10.0
 _FIRST_POLL_S: Final = 0.0005
 _LAST_POLL_S: Final = 0.02
 
+# What a vote begins with.
+_FAILED: Final = b"\0"
+_MISSED: Final = b"\1"
+_CAME: Final = b"\2"
+_VOTE_BYTES: Final = 33
+
 
 @dataclass(frozen=True, slots=True)
-class ParallelGroups:
-    """The groups of this rank.
-
-    Attributes:
-        world: all ranks of the stage.
-        cfg: the ranks of the same tensor-parallel rank that share a request's branches of
-            classifier-free guidance. Its rank 0 receives.
-        tp: the tensor-parallel ranks, which compute a request together.
-
-    Each is a `torch.distributed` process group, or an object that has one as `cpu_group`; None
-    where there is no such group.
-    """
-
-    world: Any = None
-    cfg: Any = None
-    tp: Any = None
-
-    @classmethod
-    def find(cls) -> "ParallelGroups":
-        """Those of vLLM-Omni and vLLM where they run in this process, else torch's default."""
-        tp = ask_loaded(_VLLM_PARALLEL_STATE, "get_tp_group")
-        world = ask_loaded(_PARALLEL_STATE, "get_world_group")
-        if world is not None:
-            return cls(world, ask_loaded(_PARALLEL_STATE, "get_cfg_group"), tp)
-        if dist.is_available() and dist.is_initialized():
-            return cls(world=dist.group.WORLD, tp=tp)
-        return cls()
-
-    def of_tensor_parallel(self, size: int) -> Any:
-        """The group of the tensor-parallel ranks; None where it is not known.
-
-        Args:
-            size: tensor-parallel ranks of this stage. A world of as many ranks is their group.
-        """
-        if self.tp is None and size > 1 and group_size(self.world) == size:
-            return self.world
-        return self.tp
-
-
-def group_size(group: Any) -> int:
-    """Ranks of a group; 1 where there is none."""
-    return 1 if group is None else dist.get_world_size(_control(group))
-
-
-def broadcast_value(group: Any, value: object, device: torch.device | None = None) -> Any:
-    """Give the value of a group's rank 0 to its other ranks; all of them call this.
+class Distribution:
+    """Brings what a leader has received to its followers, as bytes.
 
     Args:
-        group: see `ParallelGroups`.
-        value: at rank 0, what to give: what `objects.codec` encodes, in lists, tuples, dicts and
-            objects with `key_cache` and `value_cache`, which arrive as `SimpleNamespace`. None
-            for nothing.
-        device: where the other ranks want the tensors; None for the host's memory.
-
-    Returns:
-        `value` itself at rank 0.
-
-    Raises:
-        TypeError: at rank 0, there is something else in `value`; the others get None.
-        RuntimeError: a rank died, or the group's own timeout is over.
+        topology: this rank's part.
+        patience: seconds in which the leader has received, or given up.
+        device: one that the groups can send from, where their backend has no host memory.
     """
-    if _rank(group) > 0:
-        given = _broadcast(group, None, device)
-        return _decode(given, device) if given.nbytes else None
-    try:
-        content = _encode(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        _broadcast(group, b"", device)
-        raise TypeError(f"the value cannot be given to the other ranks: {error}") from error
-    _broadcast(group, content, device)
-    return value
+
+    topology: ReceiveTopology
+    patience: float
+    device: torch.device | None = None
+
+    def give(self, contents: Sequence[bytes | bytearray]) -> None:
+        """Give to each follower; the leader calls this.
+
+        Args:
+            contents: one for each rank that shares branches, or one for all.
+
+        Raises:
+            RuntimeError: a follower died, or does not take it in time.
+        """
+        part = self.topology
+        if not part.tp_active:
+            self._broadcast(part.world, contents[0])
+            return
+        if part.cfg_active:
+            for rank in range(1, part.cfg_size):
+                self._send(part.cfg_group, contents[rank], rank)
+        if part.sp_active:
+            self._broadcast(part.sp_group, contents[0])
+
+    def take(self) -> memoryview:
+        """What the leader gives to this rank; each follower calls this.
+
+        Raises:
+            RuntimeError: the leader died, or gives nothing in time.
+        """
+        part = self.topology
+        if not part.tp_active:
+            return self._broadcast(part.world, None)
+        content: memoryview | None = None
+        if part.cfg_active and part.sp_rank == 0:
+            content = self._receive(part.cfg_group, 0)
+        if part.sp_active:
+            content = self._broadcast(part.sp_group, content)
+        assert content is not None
+        return content
+
+    def _broadcast(self, group: Any, content: bytes | bytearray | memoryview | None) -> memoryview:
+        control = control_of(group)
+        source = dist.get_global_rank(control, 0)
+
+        def move(tensor: torch.Tensor) -> Any:
+            return dist.broadcast(tensor, source, control, async_op=True)
+
+        return self._move(control, content, move)
+
+    def _send(self, group: Any, content: bytes | bytearray, rank: int) -> None:
+        control = control_of(group)
+        to = dist.get_global_rank(control, rank)
+        self._move(control, content, lambda tensor: dist.isend(tensor, to, group=control))
+
+    def _receive(self, group: Any, rank: int) -> memoryview:
+        control = control_of(group)
+        source = dist.get_global_rank(control, rank)
+        return self._move(control, None, lambda tensor: dist.irecv(tensor, source, group=control))
+
+    def _move(
+        self,
+        control: Any,
+        content: bytes | bytearray | memoryview | None,
+        move: Callable[[torch.Tensor], Any],
+    ) -> memoryview:
+        """Move bytes, first their number; without content they come from elsewhere."""
+        where = _control_device(control, self.device)
+        # The leader may wait for those that it agrees with, each of them for the verdict.
+        limit = timedelta(seconds=3 * (self.patience + _SLACK_S))
+        length = torch.tensor([0 if content is None else len(content)], device=where)
+        move(length).wait(limit)
+        if content is not None and len(content):
+            writable = content if isinstance(content, bytearray) else bytearray(content)
+            packed = torch.frombuffer(writable, dtype=torch.uint8).to(where)
+        else:
+            packed = torch.empty(int(length), dtype=torch.uint8, device=where)
+        if packed.numel():
+            move(packed).wait(limit)
+        return packed.cpu().numpy().data
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,23 +164,23 @@ class Agreement:
 
         Args:
             request_id: for the log.
-            vote: 32 bytes that tell what this rank has; None where it has nothing.
+            vote: 33 bytes that tell what this rank has (see `receive_together`); None where
+                receiving failed.
 
         Raises:
             RuntimeError: a rank died, or rank 0 gave no verdict in time.
         """
-        control = _control(self.group)
+        control = control_of(self.group)
         size = dist.get_world_size(control)
         where = _control_device(control, self.device)
-        mine = torch.frombuffer(
-            bytearray(b"\0" * 33 if vote is None else b"\1" + vote), dtype=torch.uint8
-        )
-        votes = [torch.zeros(33, dtype=torch.uint8, device=where) for _ in range(size)]
+        cast = _FAILED * _VOTE_BYTES if vote is None else vote
+        mine = torch.frombuffer(bytearray(cast), dtype=torch.uint8)
+        votes = [torch.zeros(_VOTE_BYTES, dtype=torch.uint8, device=where) for _ in range(size)]
         # Both operations are started on every rank, whoever is late: else the next ones of the
         # group would meet these.
         collected = dist.all_gather(votes, mine.to(where), group=control, async_op=True)
         source = dist.get_global_rank(control, 0)
-        if _rank(self.group) == 0:
+        if group_rank(self.group) == 0:
             in_time = self._ends(collected, self.patience + _SLACK_S)
             agreed = in_time and self._count(request_id, [each.cpu() for each in votes])
             if not in_time:
@@ -188,103 +215,132 @@ class Agreement:
         return True
 
     def _count(self, request_id: str, votes: list[torch.Tensor]) -> bool:
-        having = [rank for rank, vote in enumerate(votes) if vote[0]]
-        if not having:
-            return False
-        if len(having) == len(votes) and all(torch.equal(vote, votes[0]) for vote in votes):
+        having = [rank for rank, vote in enumerate(votes) if vote[0] == ord(_CAME)]
+        valid = all(vote[0] != ord(_FAILED) for vote in votes)
+        if valid and all(torch.equal(vote, votes[0]) for vote in votes):
             return True
-        logger.error(
-            "KV of request %s came to ranks %s of %d, %s: no rank uses it",
-            *(request_id, having, len(votes)),
-            "and differs between them" if len(having) == len(votes) else "and not to the others",
-        )
+        if having or valid:
+            logger.error(
+                "KV of request %s came to ranks %s of %d, %s: no rank uses it",
+                *(request_id, having, len(votes)),
+                "and not to the others" if 0 < len(having) < len(votes) else "and differs",
+            )
         return False
 
 
 def receive_together(
     request_id: str,
-    owners: Sequence[Any],
+    req: Any,
     receive: Callable[[], bool],
     *,
-    share: Any = None,
+    topology: ReceiveTopology,
     agreement: Agreement | None = None,
+    distribution: Distribution | None = None,
     device: torch.device | None = None,
 ) -> bool:
     """Receive on several ranks, so that all of them have what was received, or none.
 
     Args:
         request_id: what is received.
-        owners: this rank's objects, as many and in the same order on each rank.
-        receive: sets attributes of the objects and says whether it succeeded.
-        share: a group of which only rank 0 receives; its other ranks' objects get the same
-            attributes. None where this rank receives for itself.
-        agreement: of the ranks that receive. Unless all of them have it, what was set on the
-            objects is taken back.
+        req: the request; it and its `sampling_params` get what was received.
+        receive: sets attributes of these and says whether the request's own KV came.
+        topology: this rank's part.
+        agreement: of the ranks that receive. Unless the same came to all of them, what was set is
+            taken back.
+        distribution: to the followers; None where there are none.
         device: where the tensors are wanted.
 
     Returns:
-        Whether all ranks have it.
+        Whether this rank has the request's own KV.
 
     Raises:
-        RuntimeError: as `broadcast_value` and `Agreement.reached`. And what `receive` raises, on
-            the rank that receives; the others have nothing then.
+        RuntimeError: as `Distribution` and `Agreement.reached`. And what `receive` raises, on the
+            rank that receives; the others have nothing then.
     """
-    if share is not None and _rank(share) > 0:
-        given = broadcast_value(share, None, device)
-        for owner, values in zip(owners, given or (), strict=False):
-            for name, value in values.items():
-                setattr(owner, name, value)
-        return given is not None
+    if distribution is not None and topology.is_follower:
+        taken = unpack(distribution.take(), device)
+        if taken is None:
+            return False
+        came, given = taken
+        apply(req, given)
+        return came
+    owners = owners_of(req)
     before = [_attributes(owner) for owner in owners]
-    content: bytes | bytearray = b""
-    received = False
-    # The other ranks wait for the vote and for the broadcast, whatever happens here.
+    nothing: list[bytes | bytearray] = [b""] * topology.cfg_size
+    contents = nothing
+    fields: Fields = {}
+    came = agreed = False
+    # The other ranks wait for the vote and for what is given, whatever happens here.
     try:
         vote = None
         try:
-            if receive():
-                if share is not None:
-                    content = _encode_news(request_id, before, owners)
-                if share is None or content:
-                    vote = _vote(request_id, before, owners)
+            came = receive()
+            fields = _news(before, owners)
+            if distribution is None:
+                vote = _vote(request_id, came, before, owners)
+            elif (packed := pack(request_id, came, fields, topology)) is not None:
+                contents = packed
+                vote = _vote(request_id, came, before, owners)
         finally:
-            received = vote is not None
+            agreed = vote is not None
             if agreement is not None:
-                received = False  # also if this raises
-                received = agreement.reached(request_id, vote)
+                agreed = False  # also if this raises
+                agreed = agreement.reached(request_id, vote)
     finally:
-        if not received:
+        if not agreed:
             for old, owner in zip(before, owners, strict=True):
                 _restore(old, owner)
-        if share is not None:
-            _broadcast(share, content if received else b"", device)
-    return received
+        if distribution is not None:
+            distribution.give(contents if agreed else nothing)
+    if agreed and topology.by_branch and distribution is not None:
+        main = rank_payloads(fields, topology.cfg_size)[0] or {}
+        apply(req, {name: main[name] for name in BRANCH_FIELDS if name in main})
+    return agreed and came
 
 
-def _broadcast(
-    group: Any, content: bytes | bytearray | None, device: torch.device | None
-) -> memoryview:
-    """Send bytes from rank 0 to the others, which pass None; all of them get the bytes."""
-    control = _control(group)
-    where = _control_device(control, device)
-    source = dist.get_global_rank(control, 0)
-    length = torch.tensor([len(content or b"")], device=where)
-    dist.broadcast(length, source, control)
-    if content:
-        packed = torch.frombuffer(content, dtype=torch.uint8).to(where)
-    else:
-        packed = torch.empty(int(length), dtype=torch.uint8, device=where)
-    if packed.numel():
-        dist.broadcast(packed, source, control)
-    return packed.cpu().numpy().data
+def owners_of(req: Any) -> list[Any]:
+    """What has attributes of KV: a request, and its `sampling_params`."""
+    params = getattr(req, "sampling_params", None)
+    return [req] if params is None else [req, params]
 
 
-def _rank(group: Any) -> int:
-    return dist.get_rank(_control(group))
+def pack(
+    request_id: str, came: bool, fields: Fields, topology: ReceiveTopology
+) -> list[bytes | bytearray] | None:
+    """What a leader gives: whether the request's own KV came, and fields; none if none came.
+
+    Returns:
+        One for each rank that shares branches, which get their own branch; else the same for all.
+        None if it cannot be given to other ranks; the log says why.
+    """
+    size = topology.cfg_size
+    payloads = rank_payloads(fields, size) if topology.by_branch else [fields or None] * size
+    packed: dict[int, bytearray] = {}
+    try:
+        for payload in payloads:
+            if payload is not None and id(payload) not in packed:
+                packed[id(payload)] = _encode([came, payload])
+    except (TypeError, ValueError, RecursionError):
+        logger.exception("KV of request %s cannot be given to the other ranks", request_id)
+        return None
+    return [b"" if payload is None else packed[id(payload)] for payload in payloads]
 
 
-def _control(group: Any) -> Any:
-    return getattr(group, "cpu_group", group)
+def unpack(content: memoryview, device: torch.device | None) -> tuple[bool, Fields] | None:
+    """What `pack` has made of a payload; None for nothing."""
+    if not content.nbytes:
+        return None
+    came, fields = _decode(content, device)
+    return bool(came), fields
+
+
+def _news(before: Sequence[dict[str, Any]], owners: Sequence[Any]) -> Fields:
+    """What receiving has set, by field."""
+    changes = [_changes(old, owner) for old, owner in zip(before, owners, strict=True)]
+    found: Fields = dict(changes[0])
+    for name, value in changes[1].items() if len(changes) > 1 else ():
+        found[PARAMS + name] = value
+    return found
 
 
 def _control_device(control: Any, device: torch.device | None) -> torch.device:
@@ -342,18 +398,6 @@ def _attributes(owner: Any) -> dict[str, Any]:
     return fixed | getattr(owner, "__dict__", {})
 
 
-def _encode_news(
-    request_id: str, before: Sequence[dict[str, Any]], owners: Sequence[Any]
-) -> bytes | bytearray:
-    """What receiving has set, for the other ranks; nothing if it cannot be given to them."""
-    news = [_changes(old, owner) for old, owner in zip(before, owners, strict=True)]
-    try:
-        return _encode(news)
-    except (TypeError, ValueError, RecursionError):
-        logger.exception("KV of request %s cannot be given to the other ranks", request_id)
-        return b""
-
-
 def _restore(before: dict[str, Any], owner: Any) -> None:
     for name in _changes(before, owner):
         if name in before:
@@ -362,8 +406,11 @@ def _restore(before: dict[str, Any], owner: Any) -> None:
             delattr(owner, name)
 
 
-def _vote(request_id: str, before: Sequence[dict[str, Any]], owners: Sequence[Any]) -> bytes:
-    """A digest of what was received: which attributes, and how many tokens each cache has.
+def _vote(
+    request_id: str, came: bool, before: Sequence[dict[str, Any]], owners: Sequence[Any]
+) -> bytes:
+    """Whether the request's own KV came, and a digest of what was received with it: which
+    attributes, and how many tokens each cache has.
 
     Ranks have other heads, so their bytes differ, but not these.
     """
@@ -371,7 +418,8 @@ def _vote(request_id: str, before: Sequence[dict[str, Any]], owners: Sequence[An
         sorted((name, _tokens(value)) for name, value in _changes(old, owner).items())
         for old, owner in zip(before, owners, strict=True)
     ]
-    return hashlib.sha256(repr((request_id, found)).encode("utf-8", "surrogatepass")).digest()
+    text = repr((request_id, found)).encode("utf-8", "surrogatepass")
+    return (_CAME if came else _MISSED) + hashlib.sha256(text).digest()
 
 
 def _tokens(value: object) -> str:

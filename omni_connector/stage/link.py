@@ -3,6 +3,7 @@
 
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,13 +24,24 @@ from omni_connector.runtime.backoff import Backoff
 from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.payload import KVCacheTransferData
+from omni_connector.stage.ports import RANK_STRIDE, kv_port, replica_id, stage_number
 from omni_connector.stage.receiving import read_payload
-from omni_connector.stage.tp import PORT_STRIDE, ReceiveKey, Topology
+from omni_connector.stage.tp import ReceiveKey, Topology
 
 logger = logging.getLogger(__name__)
 
-# Connectors of which each rank listens, or connects, at a port of its own.
-_RANKED_PORTS: Final = (MOONCAKE_ENGINE,)
+# Connectors of which each rank listens, or connects, at a port of its own: ours, and those of
+# vLLM-Omni, under its name or as `vllm_omni.{name}`.
+_RANKED_PORTS: Final = frozenset(
+    {
+        MOONCAKE_ENGINE,
+        "MoriTransferEngineConnector",
+        "YuanrongTransferEngineConnector",
+        "NixlConnector",
+    }
+)
+
+_ADDRESS: Final = ("sender_host", "sender_zmq_port")
 
 _SEND_TRIES: Final = 3
 _SEND_BACK_OFF_S: Final = 0.1
@@ -87,7 +99,7 @@ class Sender(NamedTuple):
 
     def port_of(self, rank: int) -> int | None:
         """The port of one of its ranks."""
-        return None if self.port is None else self.port + PORT_STRIDE * rank
+        return None if self.port is None else self.port + RANK_STRIDE * rank
 
 
 class ConnectorLink:
@@ -121,6 +133,8 @@ class ConnectorLink:
         self._closed = False
         # The sender of requests that name none.
         self._sender: Sender | None = None
+        # The address that the settings had before `update_sender`; None before that.
+        self._configured_address: dict[str, Any] | None = None
         # `sender`: that of the request which this thread receives.
         self._asked = threading.local()
         self._keys: BoundedMap[str, set[str]] = BoundedMap(_MAX_REMEMBERED)
@@ -182,9 +196,19 @@ class ConnectorLink:
         raise TransportError(f"{key!r} was not put in {_SEND_TRIES} tries: {reason}")
 
     def get_all(
-        self, stages: tuple[str, str], keys: Sequence[ReceiveKey], timeout: float
+        self,
+        stages: tuple[str, str],
+        keys: Sequence[ReceiveKey],
+        timeout: float,
+        dropped: threading.Event | None = None,
     ) -> tuple[list[dict[str, Any]], int] | None:
         """Get the payloads of some keys, asking every 10 ms at first and every 500 ms later.
+
+        Args:
+            stages: the stage that sent them, and this one.
+            keys: of the parts, with the ranks that sent them.
+            timeout: seconds.
+            dropped: once it is set, nobody wants them any more.
 
         Returns:
             The payloads, in the order of the keys, and their bytes in all; None after `timeout`
@@ -198,7 +222,8 @@ class ConnectorLink:
         deadline = self._clock() + timeout
         polls = Backoff(_FIRST_POLL_S, _LAST_POLL_S, self._clock)
         told: set[str] = set()
-        while True:
+        pause = self._sleep if dropped is None else dropped.wait
+        while dropped is None or not dropped.is_set():
             for key, rank in (each for each in keys if each[0] not in found):
                 result = self._get(stages, key, rank, deadline, told)
                 if result is not None:
@@ -215,7 +240,8 @@ class ConnectorLink:
                     *(len(found), len(keys), *stages, timeout, missing[0]),
                 )
                 return None
-            self._sleep(min(polls.failed(), left))
+            pause(min(polls.failed(), left))
+        return None
 
     def update_sender(self, info: object, stage: str) -> None:
         """Take the sender's host and port from what an orchestrator says; see the manager.
@@ -224,8 +250,17 @@ class ConnectorLink:
             ValueError: as `find_sender`.
         """
         sender = find_sender(info, stage)
+        port = sender.port_of(self._topology().rank)
         with self._lock:
             self._sender = sender
+            settings = self._config.connector_config
+            if settings is not None:
+                if self._configured_address is None:
+                    self._configured_address = {
+                        name: settings[name] for name in _ADDRESS if name in settings
+                    }
+                told = dict(zip(_ADDRESS, (sender.host, port), strict=True))
+                self._config.connector_config = settings | told
             self._tell(self._connector)
 
     @contextmanager
@@ -308,7 +343,7 @@ class ConnectorLink:
         elif rank is None and not callable(getattr(connector, "update_sender_info", None)):
             return None
         else:
-            sender = own if own.port is not None else Sender(own.host, ENGINE_PORT)
+            sender = own if own.port is not None else Sender(own.host, self._default_port())
             allow = getattr(connector, "allow_sender", None)
             if callable(allow):
                 allow(sender.host)
@@ -328,8 +363,12 @@ class ConnectorLink:
         name = settings.pop("type", None)
         if not name:
             return None
+        if self._configured_address is not None:
+            # A connector that has no senders is told of none.
+            settings = {key: each for key, each in settings.items() if key not in _ADDRESS}
+            settings |= self._configured_address
         try:
-            if name in _RANKED_PORTS:
+            if str(name).removeprefix("vllm_omni.") in _RANKED_PORTS:
                 settings |= self._rank_settings(settings)
             connector = OmniConnectorFactory.create_connector(ConnectorSpec(name, settings))
             self._tell(connector)
@@ -348,10 +387,12 @@ class ConnectorLink:
         found: dict[str, Any] = {"from_stage": from_stage or "0", "to_stage": to_stage or "1"}
         if sends:
             found["role"] = "sender"
-            base = settings.get("zmq_port", ENGINE_PORT)
+            base = int(os.path.expandvars(str(settings.get("zmq_port", ENGINE_PORT))))
             # With 0 the system chooses a port for each rank.
             if base != 0:
-                found["zmq_port"] = self._own_port(int(base))
+                rank = self._topology().rank
+                stage = stage_number(from_stage)
+                found["zmq_port"] = kv_port(base, stage, replica=replica_id(), rank=rank)
         elif config.need_recv_cache:
             found["role"] = "receiver"
             host = settings.get("sender_host")
@@ -363,14 +404,17 @@ class ConnectorLink:
                 found["sender_zmq_port"] = self._sender.port_of(self._topology().rank)
         return found
 
-    def _own_port(self, base: int) -> int:
-        return base + PORT_STRIDE * self._topology().rank
+    def _default_port(self) -> int:
+        """Where rank 0 of the sending stage's first replica listens, if nothing is configured."""
+        return kv_port(ENGINE_PORT, stage_number(self._config.recv_stages()[0]))
 
     def _tell(self, connector: Any) -> None:
         tell = getattr(connector, "update_sender_info", None)
-        if self._sender is not None and callable(tell):
+        sender = self._sender
+        if sender is not None and callable(tell):
+            port = self._default_port() if sender.port is None else sender.port
             try:
-                tell(self._sender.host, self._sender.port_of(self._topology().rank))
+                tell(sender.host, Sender(sender.host, port).port_of(self._topology().rank))
             except Exception:  # as for `put`
                 logger.warning("The connector refuses its sender's address", exc_info=True)
 

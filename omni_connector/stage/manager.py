@@ -2,26 +2,31 @@
 """`OmniKVTransferManager`: the KV cache of finished requests, from one stage to the next."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 
 from omni_connector.errors import ConfigError, TransportError
-from omni_connector.stage import contract
+from omni_connector.stage import branches, contract
 from omni_connector.stage.config import OmniKVCacheConfig, read_model_config, read_vllm_config
 from omni_connector.stage.distributed import (
     Agreement,
-    ParallelGroups,
-    group_size,
+    Distribution,
+    owners_of,
+    pack,
     receive_together,
+    unpack,
 )
 from omni_connector.stage.extract import LayerKV, extract_kv_cache
+from omni_connector.stage.groups import ParallelGroups, ReceiveTopology
 from omni_connector.stage.link import ConnectorLink, Sender, TransferStats, find_sender
 from omni_connector.stage.payload import KVCacheTransferData
+from omni_connector.stage.prefetch import KVPrefetchConsumeError, Prefetcher, stream_of_its_own
 from omni_connector.stage.receiving import check_tokens, place
 from omni_connector.stage.tp import (
     ReceiveKey,
@@ -35,6 +40,7 @@ from omni_connector.stage.tp import (
 
 __all__ = [
     "KVCacheTransferData",
+    "KVPrefetchConsumeError",
     "LayerKV",
     "OmniKVCacheConfig",
     "OmniKVTransferManager",
@@ -45,6 +51,10 @@ logger = logging.getLogger(__name__)
 
 SendKeyBuilder = Callable[[str, str, str], Sequence[str]]
 ReceiveKeyBuilder = Callable[[str, str, str], Sequence[str | ReceiveKey]]
+CollectFunction = Callable[..., dict[str, Any] | None]
+
+_PREFETCH_SLACK_S: Final = 10.0
+"""How much longer than `recv_timeout` a prefetch may take, in seconds: to read what came last."""
 
 
 class OmniKVTransferManager:
@@ -57,6 +67,7 @@ class OmniKVTransferManager:
 
     Args:
         config: what to transfer, and how.
+        async_prefetch: whether `start_prefetch` does anything; by default as configured.
         parallel_groups: this rank's groups; by default they are found when they are needed.
         clock: monotonic seconds.
         sleep: waits for seconds.
@@ -82,6 +93,7 @@ class OmniKVTransferManager:
         self,
         config: OmniKVCacheConfig,
         *,
+        async_prefetch: bool | None = None,
         parallel_groups: ParallelGroups | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -100,6 +112,13 @@ class OmniKVTransferManager:
         self.kv_payload_merger: Callable[[list[dict[str, Any]]], Any] | None = None
         self.kv_payload_slicer: Callable[[Any], Any] | None = None
         self._parallel_groups = parallel_groups
+        if async_prefetch is None:
+            async_prefetch = config.enable_kv_async_prefetch
+        self._prefetcher: Prefetcher | None = None
+        if async_prefetch and config.need_recv_cache:
+            self._prefetcher = Prefetcher(
+                self._receive_in_background, config.kv_prefetch_min_free_mem_ratio
+            )
 
     @classmethod
     def from_od_config(cls, config: Any) -> Self:
@@ -131,6 +150,57 @@ class OmniKVTransferManager:
 
     get_connector = property(lambda self: self.connector)
 
+    @property
+    def tp_topology(self) -> Topology:
+        """How many tensor-parallel ranks send and receive, as configured or as vLLM says."""
+        return self._topology
+
+    @property
+    def topo_config(self) -> ReceiveTopology:
+        """This rank's part in receiving, in the groups that there are now."""
+        groups = self._parallel_groups or ParallelGroups.find()
+        topology = self._topology
+        return ReceiveTopology.of(groups, tp_active=not topology.single, tp_size=topology.to_tp)
+
+    def extract_kv_cache(
+        self,
+        req_id: str,
+        block_ids: Sequence[int],
+        seq_len: int,
+        kv_caches: Sequence[LayerKV | None],
+        block_size: int,
+        cache_dtype: str,
+        custom_metadata: dict[str, Any] | None = None,
+    ) -> KVCacheTransferData:
+        """Copy the KV of a request out of the cache, in the configured layout.
+
+        Args:
+            req_id: the request, as the next stage knows it.
+            block_ids, seq_len, kv_caches, block_size, cache_dtype, custom_metadata: see
+                `extract.extract_kv_cache`.
+
+        Raises:
+            LayoutError, ValueError, TypeError: as there.
+        """
+        return extract_kv_cache(
+            *(req_id, block_ids, seq_len, kv_caches, block_size, cache_dtype, custom_metadata),
+            layout=self.config.kv_layout,
+            head_dim=self.config.head_dim,
+            cpu_engine=self.config.cpu_engine,
+        )
+
+    def send_kv_cache(self, kv_data: KVCacheTransferData) -> bool:
+        """Send the KV of one request to the next stage, in three tries.
+
+        Args:
+            kv_data: what `extract_kv_cache` returned.
+
+        Returns:
+            Whether it was sent; `last_failures` has the reason if it was not.
+        """
+        self.last_failures = {}
+        return self._send_or_note(kv_data.request_id, lambda: kv_data)
+
     def handle_finished_requests_kv_transfer(
         self,
         finished_reqs: Mapping[str, Mapping[str, Any]],
@@ -159,8 +229,11 @@ class OmniKVTransferManager:
         if not self.config.need_send_cache:
             return list(finished_reqs)
         for request_id, request in finished_reqs.items():
-            try:
-                kv_data = extract_kv_cache(
+
+            def extract(
+                request_id: str = request_id, request: Mapping[str, Any] = request
+            ) -> KVCacheTransferData:
+                return self.extract_kv_cache(
                     request_id_resolver(request_id) if request_id_resolver else request_id,
                     request["block_ids"],
                     request["seq_len"],
@@ -168,51 +241,45 @@ class OmniKVTransferManager:
                     block_size,
                     cache_dtype,
                     request.get("custom_metadata"),
-                    layout=self.config.kv_layout,
-                    head_dim=self.config.head_dim,
-                    cpu_engine=self.config.cpu_engine,
                 )
-                size = self._send(kv_data)
-            except Exception as error:
-                # Hooks and connectors may raise anything; the other requests are sent all the same.
-                logger.exception("KV cache of request %s was not sent", request_id)
-                self.last_failures[request_id] = f"{type(error).__name__}: {error}"
-                self._link.count(send_failures=1)
-            else:
-                self._link.count(sent=1, sent_bytes=size)
+
+            self._send_or_note(request_id, extract)
         return list(finished_reqs)
 
     def receive_kv_cache_for_request(
-        self, request_id: str, target_device: torch.device | None = None
+        self,
+        request_id: str,
+        target_device: torch.device | None = None,
+        *,
+        sender_info: Mapping[Any, Any] | None = None,
     ) -> tuple[dict[str, Any] | None, int]:
         """Wait for the KV of a request, until `recv_timeout`.
 
         Args:
             request_id: as the sender calls it.
             target_device: where its tensors are wanted; by default they stay where they arrived.
+            sender_info: the sender of this request alone, as `update_sender_info` takes it. If it
+                names none, nothing is received.
 
         Returns:
             request_id, layer_blocks, block_ids and metadata in a dict, and the bytes received;
-            (None, 0) if it did not come in time, came damaged, or this stage does not receive.
+            (None, 0) if it did not come in time, came damaged, this stage does not receive, or the
+            request is one of a warm-up run.
         """
-        if not self.config.need_recv_cache:
-            logger.debug("request %s: this stage receives no KV cache", request_id)
+        if not self.config.need_recv_cache or branches.is_dummy(request_id):
+            logger.debug("request %s: no KV cache is to be received", request_id)
             return None, 0
         try:
-            found = self._receive(request_id)
-            if found is None:
-                self._link.count(receive_timeouts=1)
-                return None, 0
-            data, size = found
-            data = place(data, target_device)
+            sender = None
+            if sender_info is not None:
+                sender = find_sender(sender_info, str(self.recv_stages[0]))
+            with self._link.asking(sender):
+                return self._receive_and_place(request_id, target_device) or (None, 0)
         except Exception:
             # Hooks and connectors may raise anything; the stage goes on without this KV.
             logger.exception("KV cache of request %s cannot be used", request_id)
             self._link.count(receive_failures=1)
             return None, 0
-        self._link.count(received=1, received_bytes=size)
-        logger.info("KV cache of request %s received: %d bytes", request_id, size)
-        return data, size
 
     def apply_kv_cache_to_request(self, req: Any, data: dict[str, Any]) -> None:
         """Set a received KV cache on a request.
@@ -227,7 +294,7 @@ class OmniKVTransferManager:
             received["past_key_values"] = SimpleNamespace(**data["layer_blocks"])
         if "metadata" in data:
             received["kv_metadata"] = data["metadata"]
-        for owner in _owners(req):
+        for owner in owners_of(req):
             for name, value in received.items():
                 setattr(owner, name, value)
 
@@ -257,7 +324,7 @@ class OmniKVTransferManager:
     def receive_multi_kv_cache(
         self,
         req: Any,
-        cfg_kv_collect_func: Callable[..., dict[str, Any] | None] | None = None,
+        cfg_kv_collect_func: CollectFunction | None = None,
         target_device: torch.device | None = None,
     ) -> bool:
         """As `receive_kv_cache`; then collect the companions of classifier-free guidance.
@@ -271,10 +338,9 @@ class OmniKVTransferManager:
             target_device: as `receive_kv_cache_for_request`.
 
         Returns:
-            Whether the request's own KV came.
+            Whether the request's own KV came. Companions are collected also if it did not.
         """
-        if not self.receive_kv_cache(req, target_device):
-            return False
+        came = self.receive_kv_cache(req, target_device)
         params = getattr(req, "sampling_params", None)
         companions = getattr(params, "cfg_kv_request_ids", None)
         if companions and cfg_kv_collect_func is not None:
@@ -287,21 +353,23 @@ class OmniKVTransferManager:
                 # The function is the model's, and may raise anything.
                 logger.exception("companions of request %s were not collected", req.request_id)
                 self._link.count(companion_failures=1)
-        return True
+        return came
 
     def receive_multi_kv_cache_distributed(
         self,
         req: Any,
-        cfg_kv_collect_func: Callable[..., dict[str, Any] | None] | None = None,
+        cfg_kv_collect_func: CollectFunction | None = None,
         target_device: torch.device | None = None,
     ) -> bool:
         """`receive_multi_kv_cache` on all ranks of this stage; each rank calls it.
 
         Without tensor parallelism rank 0 receives, and gives what it got to the other ranks. With
-        tensor parallelism each rank receives for itself; but where ranks share the branches of
-        classifier-free guidance, the first rank of each such group receives, and gives to the rest.
-        Tensor-parallel ranks agree before any of them uses what it received: unless the same came
-        to all of them, each takes it off its request and returns False.
+        tensor parallelism each rank receives for itself; but where ranks of the same
+        tensor-parallel rank share the branches of classifier-free guidance or a sequence, the first
+        of them receives, and gives to the rest: to each the KV of its own branch
+        (`branches.rank_payloads`), and of a sequence all of it. Tensor-parallel ranks that receive
+        agree before any rank uses it: unless the same came to all of them, each takes it off its
+        request and returns False.
 
         Args:
             req: as `receive_multi_kv_cache`.
@@ -309,54 +377,134 @@ class OmniKVTransferManager:
             target_device: where the tensors are wanted, on each rank.
 
         Returns:
-            Whether the request's own KV came; the same on all ranks of a group.
+            Whether the request's own KV came to this rank. It is the same on all ranks, but for
+            those that have no branch.
 
         Raises:
-            RuntimeError: a rank died, a process group's own timeout is over, or the first
-                tensor-parallel rank gave no verdict in time. What this rank received was taken off
-                the request.
+            RuntimeError: a rank died, or gave nothing in time. What this rank received was taken
+                off the request.
         """
-        groups = self._parallel_groups or ParallelGroups.find()
-        group = None
-        if group_size(groups.world) > 1:
-            group = groups.world if self._topology.single else groups.cfg
-        if group_size(group) == 1:
-            group = None
-        agreement = self._agreement(req, groups, target_device)
-        came = False
+        return self._receive_together(
+            req,
+            lambda: self.receive_multi_kv_cache(req, cfg_kv_collect_func, target_device),
+            target_device,
+        )
+
+    def consume_and_distribute_kv_cache(
+        self, req: Any, target_device: torch.device | None = None
+    ) -> bool:
+        """As `receive_multi_kv_cache_distributed`, of what was prefetched.
+
+        What was not prefetched, or did not come, is received now. Companions are not collected.
+        """
 
         def receive() -> bool:
-            nonlocal came
-            came = self.receive_multi_kv_cache(req, cfg_kv_collect_func, target_device)
-            return came
+            try:
+                data, _ = self.consume_prefetched_kv(req)
+            except KVPrefetchConsumeError:
+                # A connector of others may have it no more, so that asking again takes all the time
+                # that there is, in vain.
+                logger.exception("request %s goes on without KV", getattr(req, "request_id", None))
+                return False
+            if data is None:
+                return self.receive_multi_kv_cache(req, None, target_device)
+            self.apply_kv_cache_to_request(req, data)
+            return True
 
-        if group is None and agreement is None:
-            return receive()
-        request_id = str(getattr(req, "request_id", None))
-        used = receive_together(
-            request_id,
-            _owners(req),
-            receive,
-            share=group,
-            agreement=agreement,
-            device=target_device,
-        )
-        if came and not used:
-            self._link.count(disagreements=1)
-            logger.warning("KV cache of request %s is not used: not all ranks have it", request_id)
-        return used
+        return self._receive_together(req, receive, target_device)
 
-    def _agreement(
-        self, req: Any, groups: ParallelGroups, device: torch.device | None
-    ) -> Agreement | None:
-        """Of the tensor-parallel ranks of this stage; None where this is the only one."""
-        config = self.config
-        group = groups.of_tensor_parallel(self._topology.to_tp)
-        if self._topology.single or not config.need_recv_cache or group_size(group) == 1:
+    def distribute_kv_cache(
+        self, req: Any, target_device: torch.device | None = None, *, received: bool = False
+    ) -> dict[str, Any] | None:
+        """Give the KV that hangs on a leader's request to its followers; each rank calls it.
+
+        Args:
+            req: at the leader, has what it received.
+            target_device: where the tensors are wanted.
+            received: at the leader, whether it has received it.
+
+        Returns:
+            What this rank is to set on its request (`branches.apply`); None for nothing, where each
+            rank receives for itself, and where this stage does not receive.
+
+        Raises:
+            RuntimeError: a rank died, or gave nothing in time.
+        """
+        if not self.config.need_recv_cache:
             return None
-        companions = getattr(getattr(req, "sampling_params", None), "cfg_kv_request_ids", None)
-        patience = config.recv_timeout * (1 + len(companions or ()))
-        return Agreement(group, patience, device, self._clock, self._sleep)
+        topology = self.topo_config
+        distribution = self._distribution(req, topology, target_device)
+        if distribution is None:
+            return None
+        if topology.is_follower:
+            taken = unpack(distribution.take(), target_device)
+            return None if taken is None else taken[1]
+        fields = branches.collect(req) if received else {}
+        contents = pack(str(getattr(req, "request_id", None)), received, fields, topology)
+        distribution.give([b""] * topology.cfg_size if contents is None else contents)
+        if contents is None or not fields:
+            return None
+        return (
+            branches.rank_payloads(fields, topology.cfg_size)[0] if topology.by_branch else fields
+        )
+
+    def start_prefetch(
+        self,
+        kv_prefetch_job: Mapping[str, Any] | None,
+        target_device: torch.device | None = None,
+    ) -> None:
+        """Begin to receive the KV of the next request in the background; returns at once.
+
+        One request is prefetched at a time; what was prefetched for another is dropped. Nothing is
+        prefetched where that is not enabled, on a rank that a leader gives its KV, or where less
+        memory is free than `kv_prefetch_min_free_mem_ratio`. Then the request is received when it
+        is consumed.
+
+        Args:
+            kv_prefetch_job: `request_id` and `kv_sender_info` of the request. Without a sender
+                nothing is prefetched: with replicas it would come from another one.
+            target_device: where the tensors are wanted.
+        """
+        job = kv_prefetch_job or {}
+        request_id, info = job.get("request_id"), job.get("kv_sender_info")
+        if self._prefetcher is None or not request_id or not info:
+            return
+        if branches.is_dummy(request_id) or self.topo_config.is_follower:
+            return
+        try:
+            sender = find_sender(info, str(self.recv_stages[0]))
+        except ValueError as error:
+            _warn_of_sender(info, error)
+            return
+        self._prefetcher.start(request_id, sender, target_device)
+
+    def wait_prefetch(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is received in the background; what has come can be consumed still.
+
+        Returns:
+            Whether that is so; False after `timeout` seconds.
+        """
+        return self._prefetcher is None or self._prefetcher.wait(timeout)
+
+    def consume_prefetched_kv(self, req: Any) -> tuple[dict[str, Any] | None, int]:
+        """What was prefetched for a request, once; waits for it, no longer than for receiving it.
+
+        Returns:
+            As `receive_kv_cache_for_request`; (None, 0) also if it was not prefetched.
+
+        Raises:
+            KVPrefetchConsumeError: it came, and cannot be used.
+        """
+        request_id = getattr(req, "request_id", None)
+        if self._prefetcher is None or not request_id:
+            return None, 0
+        timeout = self.config.recv_timeout + _PREFETCH_SLACK_S
+        return self._prefetcher.consume(request_id, timeout) or (None, 0)
+
+    def shutdown_prefetch(self) -> None:
+        """Drop what is prefetched, and prefetch no more. Idempotent."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
     def update_sender_info(
         self, sender_info: dict[str, Any], sender_stage_id: str | int | None = None
@@ -365,10 +513,12 @@ class OmniKVTransferManager:
 
         Args:
             sender_info: `host` and `zmq_port` of the sender's rank 0, or a dict of these by stage.
-                Rank r connects to that port + 16 r. Anything else is logged and ignored.
+                Rank r connects to that port + 16 r. Anything else is logged and ignored. The
+                connector's settings in `config` get it, too.
             sender_stage_id: which of the stages; by default the one this stage receives from.
         """
-        if not self.config.need_recv_cache:
+        role = (self.config.connector_config or {}).get("role")
+        if not self.config.need_recv_cache and role != "receiver":
             return
         stage = self.recv_stages[0] if sender_stage_id is None else sender_stage_id
         try:
@@ -381,7 +531,8 @@ class OmniKVTransferManager:
         self._link.cleanup(request_id)
 
     def close(self) -> None:
-        """Close the connector, for good. Idempotent."""
+        """End the prefetch and close the connector, for good. Idempotent."""
+        self.shutdown_prefetch()
         self._link.close()
 
     def __enter__(self) -> Self:
@@ -401,6 +552,118 @@ class OmniKVTransferManager:
             return Topology(1, 1)
         return Topology(*sizes, local_rank() if config.tp_rank is None else config.tp_rank)
 
+    def _resolve_sender_info(
+        self, sender_info: Mapping[Any, Any], sender_stage_id: str | int | None = None
+    ) -> dict[str, Any] | None:
+        """`host` and `zmq_port` of a stage's sender. vLLM-Omni's runner calls this by its name."""
+        stage = self.recv_stages[0] if sender_stage_id is None else sender_stage_id
+        try:
+            sender = find_sender(sender_info, str(stage))
+        except ValueError as error:
+            _warn_of_sender(sender_info, error)
+            return None
+        return {"host": sender.host, "zmq_port": sender.port}
+
+    def _receive_together(
+        self, req: Any, receive: Callable[[], bool], device: torch.device | None
+    ) -> bool:
+        topology = self.topo_config
+        agreement = self._agreement(req, topology, device)
+        distribution = self._distribution(req, topology, device)
+        if agreement is None and distribution is None:
+            return receive()
+        came = False
+
+        def note() -> bool:
+            nonlocal came
+            came = receive()
+            return came
+
+        request_id = str(getattr(req, "request_id", None))
+        used = receive_together(
+            *(request_id, req, note),
+            topology=topology,
+            agreement=agreement,
+            distribution=distribution,
+            device=device,
+        )
+        if came and not used:
+            self._link.count(disagreements=1)
+            logger.warning("KV cache of request %s is not used: not all ranks have it", request_id)
+        return used
+
+    def _agreement(
+        self, req: Any, topology: ReceiveTopology, device: torch.device | None
+    ) -> Agreement | None:
+        """Of the tensor-parallel ranks that receive; None where this is the only one."""
+        if topology.is_follower or topology.tp_size == 1 or not self.config.need_recv_cache:
+            return None
+        if branches.is_dummy(getattr(req, "request_id", None)):
+            return None
+        return Agreement(
+            *(topology.tp_group, self._patience(req), device, self._clock, self._sleep)
+        )
+
+    def _distribution(
+        self, req: Any, topology: ReceiveTopology, device: torch.device | None
+    ) -> Distribution | None:
+        """From a leader to its followers; None where this rank receives for itself."""
+        if topology.is_local:
+            return None
+        return Distribution(topology, self._patience(req), device)
+
+    def _patience(self, req: Any) -> float:
+        """Seconds in which a rank has received, or given up."""
+        companions = getattr(getattr(req, "sampling_params", None), "cfg_kv_request_ids", None)
+        waits = 1 + len(companions or ()) + (self._prefetcher is not None)
+        return self.config.recv_timeout * waits
+
+    def _send_or_note(self, request_id: str, extract: Callable[[], KVCacheTransferData]) -> bool:
+        try:
+            size = self._send(extract())
+        except Exception as error:
+            # Hooks and connectors may raise anything; the other requests are sent all the same.
+            logger.exception("KV cache of request %s was not sent", request_id)
+            self.last_failures[request_id] = f"{type(error).__name__}: {error}"
+            self._link.count(send_failures=1)
+            return False
+        self._link.count(sent=1, sent_bytes=size)
+        return True
+
+    def _receive_in_background(
+        self,
+        request_id: str,
+        sender: Sender,
+        device: torch.device | None,
+        dropped: threading.Event,
+    ) -> tuple[dict[str, Any], int] | None:
+        if device is not None and device.type != "cpu":
+            # A thread does not inherit the device of the one that started it.
+            torch.accelerator.set_device_index(device.index or 0)
+        try:
+            with self._link.asking(sender), stream_of_its_own(device):
+                return self._receive_and_place(request_id, device, dropped)
+        except Exception:
+            self._link.count(receive_failures=1)
+            raise
+
+    def _receive_and_place(
+        self,
+        request_id: str,
+        device: torch.device | None,
+        dropped: threading.Event | None = None,
+    ) -> tuple[dict[str, Any], int] | None:
+        found = self._receive(request_id, dropped)
+        if found is None:
+            if dropped is None or not dropped.is_set():
+                self._link.count(receive_timeouts=1)
+            return None
+        data, size = found
+        data = place(data, device)
+        self._link.count(received=1, received_bytes=size)
+        logger.info("KV cache of request %s received: %d bytes", request_id, size)
+        return data, size
+
     def _send(self, kv_data: KVCacheTransferData) -> int:
         """Put, for each receiver, what it uses of the KV of a request; return the bytes put."""
         stages = self._configured(
@@ -411,10 +674,12 @@ class OmniKVTransferManager:
         built = list(build_keys(request_id, *stages)) if build_keys is not None else []
         keys = built or topology.send_keys(request_id, *stages)
         if topology.fan_in > 1 and self.config.num_kv_heads is not None:
-            kv_data.metadata["tp_kv_heads"] = {
-                "total": self.config.num_kv_heads,
-                "source_rank": topology.rank,
-                "from_tp": topology.from_tp,
+            kv_data.metadata = contract.metadata_of(vars(kv_data)) | {
+                "tp_kv_heads": {
+                    "total": self.config.num_kv_heads,
+                    "source_rank": topology.rank,
+                    "from_tp": topology.from_tp,
+                }
             }
         parts = [kv_data] * len(keys)
         # A hook's keys do not tell which rank each is for, so the receivers cut out their heads.
@@ -446,13 +711,15 @@ class OmniKVTransferManager:
                 _warn_of_sender(info, error)
             return None
 
-    def _receive(self, request_id: str) -> tuple[dict[str, Any], int] | None:
+    def _receive(
+        self, request_id: str, dropped: threading.Event | None
+    ) -> tuple[dict[str, Any], int] | None:
         stages = self._configured(
             self.recv_stages, "the stage to receive from, or this stage's id, is not configured"
         )
         topology = self._topology
         found = self._link.get_all(
-            stages, self._receive_keys(request_id, stages), self.config.recv_timeout
+            stages, self._receive_keys(request_id, stages), self.config.recv_timeout, dropped
         )
         if found is None:
             return None
@@ -496,8 +763,3 @@ class OmniKVTransferManager:
 
 def _warn_of_sender(info: object, error: ValueError) -> None:
     logger.warning("The sender info %r names no host and port to connect to: %s", info, error)
-
-
-def _owners(req: Any) -> list[Any]:
-    params = getattr(req, "sampling_params", None)
-    return [req] if params is None else [req, params]

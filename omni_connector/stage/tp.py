@@ -16,9 +16,6 @@ from omni_connector.stage.contract import metadata_of
 
 logger = logging.getLogger(__name__)
 
-# Rank r of a sender answers at the port of its rank 0 + 16 r.
-PORT_STRIDE: Final = 16
-
 # A key, and the sender's rank where there are several senders.
 ReceiveKey = tuple[str, int | None]
 
@@ -46,6 +43,31 @@ class Topology:
             )
         if self.rank < 0:
             raise ConfigError(f"the tensor-parallel rank must not be negative: rank {self.rank}")
+
+    @property
+    def source_tp_size(self) -> int:
+        """`from_tp` by vLLM-Omni's name."""
+        return self.from_tp
+
+    @property
+    def target_tp_size(self) -> int:
+        """`to_tp` by vLLM-Omni's name."""
+        return self.to_tp
+
+    @property
+    def local_rank(self) -> int:
+        """`rank` by vLLM-Omni's name."""
+        return self.rank
+
+    @property
+    def is_heterogeneous(self) -> bool:
+        """Whether the sides have different numbers of ranks."""
+        return self.from_tp != self.to_tp
+
+    @property
+    def ratio(self) -> int:
+        """How many ranks of the larger side share with one of the smaller."""
+        return max(self.fan_in, self.fan_out)
 
     @property
     def single(self) -> bool:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from omni_connector.stage import distributed
-from omni_connector.stage.distributed import ParallelGroups, broadcast_value
+from omni_connector.stage.distributed import Distribution, _decode, _encode
+from omni_connector.stage.groups import ParallelGroups, ReceiveRole, ReceiveTopology
 
 from .shared import shared_manager
 
@@ -27,13 +28,14 @@ def _groups(kind: str, rank: int, world: int) -> tuple[ParallelGroups | None, in
         return None, 0, 1
     if kind in ("tp", "agree"):
         return ParallelGroups(world=dist.group.WORLD), rank, world
-    # Ranks (0, 1) and (2, 3) are tensor-parallel; (0, 2) and (1, 3) share branches.
+    # Ranks (0, 1) and (2, 3) are tensor-parallel; (0, 2) and (1, 3) share branches, or a sequence.
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     coordinator = SimpleNamespace(cpu_group=pairs[rank % 2], device_group=pairs[rank % 2])
     tp = None
     if kind == "both":
         tp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    return ParallelGroups(world=dist.group.WORLD, cfg=coordinator, tp=tp), rank % 2, 2
+    shared_by = {"sp" if kind == "sp" else "cfg": coordinator}
+    return ParallelGroups(world=dist.group.WORLD, tp=tp, **shared_by), rank % 2, 2
 
 
 def _request(request_id: str) -> SimpleNamespace:
@@ -57,6 +59,10 @@ def _describe(req: SimpleNamespace) -> dict[str, Any]:
             "shared": same.key_cache[0] is kv.key_cache[0],
             "seq_len": req.kv_metadata["seq_len"],
         }
+    params = req.sampling_params
+    if hasattr(params, "cfg_active_branch"):
+        kept = getattr(params, "cfg_branch_past_key_values", {})
+        found["branch"] = [params.cfg_active_branch, params.cfg_branch_roles, sorted(kept)]
     text = getattr(req.sampling_params, "cfg_text_past_key_values", None)
     if hasattr(text, "key_cache"):
         found["text"] = _sum(text.key_cache[0])
@@ -171,7 +177,11 @@ def main(kind: str, rank: int, world: int, meeting: str) -> None:
     shared = torch.arange(6).view(2, 3)
     value = {"t": [shared.t(), shared, shared, torch.tensor(7, dtype=torch.bfloat16)],
              "e": torch.empty(0, 3, dtype=torch.float8_e4m3fn), "n": None}  # fmt: skip
-    got = broadcast_value(dist.group.WORLD, value if rank == 0 else None)
+    role = ReceiveRole.FOLLOWER if rank else ReceiveRole.LEADER
+    passing = Distribution(ReceiveTopology(role, world=dist.group.WORLD), 20.0)
+    if rank == 0:
+        passing.give([_encode(value)])
+    got = _decode(passing.take()) if rank else value
     line = [t.tolist() for t in got["t"]] + [list(got["e"].shape), str(got["e"].dtype), got["n"]]
     print(json.dumps([line, got["t"][1] is got["t"][2]]))
     sys.stdout.flush()

@@ -4,7 +4,7 @@
 from typing import Any
 
 from omni_connector.stage.config import OmniKVCacheConfig
-from omni_connector.stage.distributed import ParallelGroups
+from omni_connector.stage.groups import ParallelGroups
 from omni_connector.stage.manager import OmniKVTransferManager
 
 

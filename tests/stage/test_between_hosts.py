@@ -12,7 +12,7 @@ from omni_connector.stage import link
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.extract import KVLayout
 from omni_connector.stage.manager import OmniKVTransferManager
-from omni_connector.stage.tp import PORT_STRIDE
+from omni_connector.stage.ports import KV_OFFSET, RANK_STRIDE
 from omni_connector.testing.ports import free_port, free_ports
 
 from .caches import cache_of, sequence
@@ -36,7 +36,7 @@ def manager(**config: Any) -> OmniKVTransferManager:
 
 @pytest.mark.timeout(60)
 def test_a_sequence_travels_to_the_stage_that_is_told_its_sender() -> None:
-    port = free_port()
+    port = free_port() - KV_OFFSET
     layers = [sequence(37, heads=2, dim=32, block_size=16, num_blocks=9, seed=s) for s in range(3)]
     layers = [type(each)(each.key, each.value, layers[0].block_ids, 16, 9) for each in layers]
     caches = [cache_of(each, KVLayout.PACKED) for each in layers]
@@ -45,7 +45,7 @@ def test_a_sequence_travels_to_the_stage_that_is_told_its_sender() -> None:
         receiver = stack.enter_context(manager(need_recv_cache=True))
         finished = {"req/1": {"block_ids": layers[0].block_ids, "seq_len": 37}}
         sender.handle_finished_requests_kv_transfer(finished, caches, 16, "float32")
-        receiver.update_sender_info({"host": "127.0.0.1", "zmq_port": port})
+        receiver.update_sender_info({"host": "127.0.0.1", "zmq_port": port + KV_OFFSET})
         data, size = receiver.receive_kv_cache_for_request("req/1")
         assert data is not None
         assert size > 0
@@ -61,7 +61,7 @@ def test_ranks_without_a_port_send_to_the_ranks_of_a_request_that_names_their_ho
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The default port itself may be somebody's.
-    monkeypatch.setattr(link, "ENGINE_PORT", free_ports(PORT_STRIDE + 1))
+    monkeypatch.setattr(link, "ENGINE_PORT", free_ports(RANK_STRIDE + 1) - KV_OFFSET)
     seqs = [sequence(21, heads=2, dim=8, block_size=16, num_blocks=4, seed=s) for s in range(2)]
     with ExitStack() as stack:
         for rank, seq in enumerate(seqs):

@@ -10,6 +10,7 @@ from omni_connector.errors import ConfigError
 from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.manager import OmniKVTransferManager
+from omni_connector.stage.ports import kv_port
 
 from .caches import sequence
 from .connectors import DictConnector, manager, register, send
@@ -179,12 +180,12 @@ def test_a_sending_engine_listens_at_its_ranks_port(specs: list[ConnectorSpec]) 
     assert sender.connector is not None
     assert specs[0].name == "MooncakeTransferEngineConnector"
     assert specs[0].extra == {
-        "zmq_port": 5032, "host": "h", "role": "sender", "from_stage": "0", "to_stage": "1",
+        "zmq_port": 5132, "host": "h", "role": "sender", "from_stage": "0", "to_stage": "1",
     }  # fmt: skip
     assert ENGINE["zmq_port"] == 5000
 
 
-@pytest.mark.parametrize(("rank", "port"), [(0, 50051), (2, 50083)])
+@pytest.mark.parametrize(("rank", "port"), [(0, 50151), (2, 50183)])
 def test_a_sending_engine_without_a_port_listens_at_its_ranks_default(
     specs: list[ConnectorSpec], rank: int, port: int
 ) -> None:
@@ -192,6 +193,32 @@ def test_a_sending_engine_without_a_port_listens_at_its_ranks_default(
     sender = manager(connector_config=config, from_tp=4, to_tp=4, tp_rank=rank)
     assert sender.connector is not None
     assert specs[0].extra["zmq_port"] == port
+
+
+@pytest.mark.parametrize(
+    ("stage", "replica", "port"),
+    [("3", "2", 5000 + 100 + 3 + 2048 + 16), ("text", "x", 5116), ("0", "-1", 5116)],
+)
+def test_the_port_tells_stage_and_replica(
+    specs: list[ConnectorSpec], monkeypatch: pytest.MonkeyPatch, stage: str, replica: str, port: int
+) -> None:
+    monkeypatch.setenv("VLLM_OMNI_REPLICA_ID", replica)
+    monkeypatch.setenv("STAGE_PORT", "5000")
+    config = ENGINE | {"zmq_port": "${STAGE_PORT}"}
+    sender = manager(connector_config=config, from_stage=stage, from_tp=2, to_tp=2, tp_rank=1)
+    assert sender.connector is not None
+    assert specs[0].extra["zmq_port"] == port
+
+
+@pytest.mark.parametrize(
+    ("base", "stage", "replica", "rank"),
+    [(5000, 16, 0, 0), (5000, -1, 0, 0), (60000, 0, 6, 0), (5000, 0, -1, 0), (5000, 0, 0, -1)],
+)
+def test_what_would_be_no_port_of_its_own_is_refused(
+    base: int, stage: int, replica: int, rank: int
+) -> None:
+    with pytest.raises(ConfigError):
+        kv_port(base, stage, replica=replica, rank=rank)
 
 
 def test_any_free_port_is_one_for_every_rank(specs: list[ConnectorSpec]) -> None:
@@ -252,7 +279,7 @@ def test_the_sender_is_told_before_and_after_the_connector_is_made() -> None:
     assert receiver.connector is connector
     assert connector.told == [("a", 5000)]
     receiver.update_sender_info({"host": "b"})
-    assert connector.told[1:] == [("b", None)]
+    assert connector.told[1:] == [("b", 50151)]
     receiver.update_sender_info({"host": "bad", "zmq_port": 5000})
     assert receiver.connector is connector
 
@@ -264,7 +291,7 @@ def test_the_sender_is_told_before_and_after_the_connector_is_made() -> None:
         ({0: {"host": "a", "zmq_port": 1}, 2: {"host": "b", "zmq_port": 2}}, "2", ("b", 2)),
         ({"7": {"host": "a", "zmq_port": 1}}, None, ("a", 1)),
         ({"7": {"host": "a"}, "8": {"host": "b"}}, None, None),
-        ({"7": 1, "8": {"host": "b"}}, None, ("b", None)),
+        ({"7": 1, "8": {"host": "b"}}, None, ("b", 50151)),
         ({}, None, None),
         (None, None, None),
         ("host", None, None),
@@ -421,7 +448,7 @@ def test_a_sender_without_a_port_is_asked_at_the_default_one() -> None:
     receiver = manager(connector, recv_timeout=0.0)
     req = Namespace(request_id="r", kv_sender_info={"host": "a"})
     assert receiver.receive_kv_cache(req) is False
-    assert connector.gets[0][1] == {"source_host": "a", "source_port": 50051}
+    assert connector.gets[0][1] == {"source_host": "a", "source_port": 50151}
 
 
 def test_addresses_are_no_settings_of_connectors_that_have_none() -> None:
@@ -435,3 +462,6 @@ def test_addresses_are_no_settings_of_connectors_that_have_none() -> None:
     receiver.update_sender_info({"host": "a", "zmq_port": 1})
     assert receiver.connector is not None
     assert seen == [{}]
+    # It is the configuration that says where the sender is, as vLLM-Omni's does.
+    assert receiver.config.connector_config["sender_host"] == "a"
+    assert receiver.config.connector_config["sender_zmq_port"] == 1

@@ -10,15 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from omni_connector.stage import distributed
-from omni_connector.stage.distributed import (
-    ParallelGroups,
-    _attributes,
-    _changes,
-    _decode,
-    _encode,
-    group_size,
-)
+from omni_connector.stage import groups
+from omni_connector.stage.distributed import _attributes, _changes, _decode, _encode
+from omni_connector.stage.groups import ParallelGroups, group_size
 
 from .caches import sequence
 from .connectors import send
@@ -54,9 +48,11 @@ def test_without_tensor_parallelism_rank_0_receives_and_gives_to_all(spawn, plac
     }  # fmt: skip
     assert first[0] == both | {"collects": 1, "gets": 2}
     assert second[0] == both | {"collects": 0, "gets": 0}
+    # Companions are collected also where the request's own KV did not come.
+    text_alone = {"received": False, "steps": 3, "text": both["text"], "extra": both["extra"]}
+    assert first[1] == text_alone | {"collects": 2, "gets": 4}
+    assert second[1] == text_alone | {"collects": 0, "gets": 0}
     nothing = {"received": False, "steps": 3}
-    assert first[1] == nothing | {"collects": 1, "gets": 3}
-    assert second[1] == nothing | {"collects": 0, "gets": 0}
     # What cannot be given to the others is nobody's.
     assert first[2]["received"] is False
     assert second[2] == nothing | {"collects": 0, "gets": 0}
@@ -96,9 +92,28 @@ def test_with_branches_the_first_of_the_same_tensor_parallel_rank_receives(
         key = _sum(seqs[rank % 2].key)
         assert (lines[0]["received"], lines[0]["key"], lines[0]["text"]) == (True, key, key)
         assert lines[0]["gets"] == (2 if rank < 2 else 0)
+        own = [None, []] if rank < 2 else ["cfg_text", ["cfg_text"]]
+        assert lines[0]["branch"] == [own[0], ["cfg_text"], own[1]]
         assert [line["received"] for line in lines[1:3]] == [False, False]
     assert [lines[3] for lines in said[:2]] == [{"raised": "disk"}] * 2
     assert [lines[3]["received"] for lines in said[2:]] == [False] * 2
+
+
+@pytest.mark.timeout(240)
+def test_with_a_shared_sequence_the_first_of_the_same_tensor_parallel_rank_receives(
+    spawn, place, shared
+) -> None:
+    seqs = [sequence(seed=rank) for rank in range(2)]
+    for rank, seq in enumerate(seqs):
+        sender = shared(tp_rank=rank, tp_size=2)
+        for request_id in ("r", "text", "q"):
+            assert send(sender, seq, request_id)
+    for rank, lines in enumerate(_run(spawn, place, "sp", 4)):
+        key = _sum(seqs[rank % 2].key)
+        assert (lines[0]["received"], lines[0]["key"], lines[0]["text"]) == (True, key, key)
+        assert lines[0]["gets"] == (2 if rank < 2 else 0)
+        assert "branch" not in lines[0]
+        assert [line["received"] for line in lines[1:3]] == [False, False]
 
 
 def _send_halves(shared: Any) -> list[Any]:
@@ -150,7 +165,7 @@ def test_ranks_that_give_to_others_agree_before_they_do(spawn, place, shared) ->
 
 def test_a_world_of_as_many_ranks_is_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
     world, tp = object(), object()
-    monkeypatch.setattr(distributed, "group_size", lambda group: 2 if group is world else 1)
+    monkeypatch.setattr(groups, "group_size", lambda group: 2 if group is world else 1)
     assert ParallelGroups(world).of_tensor_parallel(2) is world
     assert ParallelGroups(world, tp=tp).of_tensor_parallel(2) is tp
     assert ParallelGroups(world).of_tensor_parallel(4) is None  # replicas, or stages

@@ -554,12 +554,52 @@ def test_companions_that_cannot_be_collected_are_counted(
     assert kv.stats.companion_failures == 1
 
 
-def test_companions_are_not_waited_for_where_the_request_has_no_cache() -> None:
+def test_companions_are_collected_also_where_the_request_has_no_cache() -> None:
     kv, req = _multi()
     req.request_id = "never sent"
-    calls = []
-    assert kv.receive_multi_kv_cache(req, lambda *args: calls.append(args)) is False
-    assert calls == []
+    found = {"cfg_text_past_key_values": "kv"}
+    assert kv.receive_multi_kv_cache(req, lambda *args: found) is False
+    assert req.sampling_params.cfg_text_past_key_values == "kv"
+    assert not hasattr(req, "past_key_values")
+
+
+def test_nothing_is_waited_for_in_a_warm_up_run() -> None:
+    kv = manager()
+    for request_id in ("dummy_req_id", "dummy_req_id/3"):
+        assert kv.receive_kv_cache_for_request(request_id) == (None, 0)
+    assert kv.time.slept == []
+    assert kv.receive_kv_cache_for_request("dummy_req_id3") == (None, 0)
+    assert kv.time.slept != []
+
+
+def test_a_call_may_name_the_sender_of_its_request() -> None:
+    connector = DictConnector()
+    connector.update_sender_info = lambda host, port: None
+    kv = manager(connector, recv_timeout=0.0)
+    info = {"0": {"host": "a", "zmq_port": 5}}
+    assert kv.receive_kv_cache_for_request("r", sender_info=info) == (None, 0)
+    assert connector.gets[0][1] == {"source_host": "a", "source_port": 5}
+    assert kv.receive_kv_cache_for_request("r") == (None, 0)
+    assert connector.gets[1][1] is None
+    assert kv.receive_kv_cache_for_request("r", sender_info={"host": "two words"}) == (None, 0)
+    assert len(connector.gets) == 2
+    assert kv._resolve_sender_info(info, 0) == {"host": "a", "zmq_port": 5}
+    assert kv._resolve_sender_info({}) is None
+
+
+def test_a_request_may_be_extracted_and_sent_by_hand() -> None:
+    seq = sequence()
+    connector = DictConnector()
+    kv = manager(connector)
+    caches = [cache_of(seq, "pair")]
+    data = kv.extract_kv_cache("r", seq.block_ids, seq.tokens, caches, seq.block_size, "auto")
+    assert kv.send_kv_cache(data) is True
+    found, _ = kv.receive_kv_cache_for_request("r")
+    assert torch.equal(_key(found), seq.key)
+    connector.on_put = lambda: (False, 0, None)
+    assert kv.send_kv_cache(data) is False
+    assert list(kv.last_failures) == ["r"]
+    assert kv.stats.send_retries == 2
 
 
 def test_one_rank_alone_receives_for_itself() -> None:
