@@ -34,6 +34,9 @@ MAX_COPY_THREADS = 64
 _GIB = 1 << 30
 _SHOWN_CHARS = 200
 
+MAX_ORPHAN_S: Final = 86400.0
+"""Longest time, in seconds, for which the arena of an engine that has ended may be kept: a day."""
+
 Admission = Literal["auto", "all", "second_hit"]
 """Which new blocks an arena keeps. `all`: every one. `second_hit`: a block that was there or was
 passed over not long ago. `auto`: every one until the arena is full, and then as long as at least
@@ -189,6 +192,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         share: whether this engine keeps full blocks in its arena, and shares them with the engines
             of its user and namespace on this host.
         admission: which new blocks it keeps.
+        orphan_s: seconds for which engines of the host keep the arena of an engine that has ended,
+            so that they and its successor find its blocks; 0 keeps none.
         hints: which hints of requests are followed.
         tenants: cache salts that are tenants of their own, `*` for any salt. All other requests
             together are one tenant.
@@ -219,6 +224,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     mooncake: MooncakeSettings = MooncakeSettings()
     share: bool = True
     admission: Admission = "auto"
+    orphan_s: float = 60.0
     hints: tuple[HintName, ...] = ALL_HINTS
     tenants: tuple[str, ...] = ()
     tenant_quota: float = 1.0
@@ -271,6 +277,10 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             value = getattr(self, key)
             if value is not None:
                 _check_positive(key, value)
+        if not 0 <= self.orphan_s <= MAX_ORPHAN_S:
+            raise ConfigError(
+                f"orphan_s must be between 0 and {MAX_ORPHAN_S:g} seconds, not {self.orphan_s!r}"
+            )
         for key in ("tenant_quota", "pin_part"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ConfigError(f"{key} must be between 0 and 1, not {getattr(self, key)!r}")

@@ -377,7 +377,8 @@ class ArenaView(_Mapping):
     """A reader's side of an arena: a read-only mapping of a memfd that a peer sent."""
 
     _prefaulter: ReaderPrefaulter | None = None
-    _unread_fd = -1  # of the memfd, until the slots are first read
+    _fd = -1  # of the memfd; -1 where the process had no descriptor left
+    _unread = False  # the slots were not read yet, and the first read prefaults
 
     @classmethod
     def open(
@@ -391,7 +392,8 @@ class ArenaView(_Mapping):
             n_slots: the announced number of slots.
             slot_bytes: the announced bytes of each slot.
             prefault: map the memory that the owner has allocated, in the background, from the first
-                read on. An arena that is never read takes no page tables.
+                read on. An arena that is never read takes no page tables. The memfd's descriptor is
+                kept for that, and for `descriptor`.
 
         Raises:
             PeerRefusedError: this is no memfd, or not sealed against change of size and writing.
@@ -422,28 +424,52 @@ class ArenaView(_Mapping):
         if prefault:
             # Without it, pages are mapped as they are read.
             with contextlib.suppress(OSError):
-                view._unread_fd = os.dup(fd)
+                view._fd = os.dup(fd)
+            view._unread = view._fd >= 0
         return view
+
+    def descriptor(self) -> int:
+        """A descriptor of the memfd, which the caller closes.
+
+        Raises:
+            TransportError: the arena is closed, or the process has no descriptor for it.
+        """
+        try:
+            with _barrier_lock:  # `close` takes it, too
+                if self._fd >= 0:
+                    return os.dup(self._fd)
+        except OSError as error:
+            raise TransportError(f"no descriptor of an arena: {reason(error)}") from error
+        raise TransportError("no descriptor of the arena was kept")
 
     @property
     def slots(self) -> NDArray[np.uint8]:
         """As `_Mapping.slots`."""
-        if self._unread_fd >= 0 and (fd := self._take_fd()) >= 0:
-            try:
-                if self._map is not None:
-                    with contextlib.suppress(OSError, RuntimeError):
-                        self._prefaulter = ReaderPrefaulter(fd, self._map)
-            finally:
-                os.close(fd)
+        if self._unread:
+            self._prefault()
         return super().slots
 
+    def _prefault(self) -> None:
+        with _barrier_lock:
+            first, self._unread = self._unread, False
+        mapped = self._map
+        if not first or mapped is None:
+            return
+        with contextlib.suppress(TransportError):  # without it, pages are mapped as they are read
+            fd = self.descriptor()
+            try:
+                with contextlib.suppress(OSError, RuntimeError):
+                    self._prefaulter = ReaderPrefaulter(fd, mapped)
+            finally:
+                os.close(fd)
+
     def _take_fd(self) -> int:
-        """The descriptor of the memfd, which the caller closes; -1 if it was taken before.
+        """The descriptor of the memfd, which the caller closes; -1 if there is none any more.
 
         Any thread may call this.
         """
         with _barrier_lock:
-            fd, self._unread_fd = self._unread_fd, -1
+            fd, self._fd = self._fd, -1
         return fd
 
     def close(self) -> None:
@@ -456,7 +482,7 @@ class ArenaView(_Mapping):
 
     def abandon(self) -> None:
         """As `close`, in a forked child. Takes no lock: a thread of the parent may have held it."""
-        fd, self._unread_fd = self._unread_fd, -1
+        fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
         if self._prefaulter is not None:

@@ -89,6 +89,7 @@ class Loader:
         queued: seconds in which the work that asks could have gone on, but others did.
         threads: that share one copy.
         own: the arena of this rank and its endpoints; None where it has none.
+        keeps_orphans: whether mapped arenas outlive their owners here.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Loader:
         queued: Callable[[], float] = lambda: 0.0,
         threads: int = 1,
         own: tuple[Arena, tuple[Endpoint, ...]] | None = None,
+        keeps_orphans: bool = False,
     ) -> None:
         self._threads = PeerThreads(context.start, notify)
         self._arenas = PeerArenas(
@@ -113,6 +115,7 @@ class Loader:
             self._threads,
             context,
             own=None if own is None else {own[1]: OwnArena(own[1][0], own[0])},
+            keeps_orphans=keeps_orphans,
         )
         sizes = batch_blocks(layout)
         self._rank = _Rank(
@@ -134,6 +137,10 @@ class Loader:
     def attach_ahead(self, endpoints: tuple[Endpoint, ...]) -> bool:
         """See `PeerArenas.attach_ahead`. Any thread may call this."""
         return self._arenas.attach_ahead(endpoints)
+
+    def keep(self, endpoints: tuple[Endpoint, ...], seconds: float) -> tuple[Endpoint, ...] | None:
+        """See `PeerArenas.keep`. Any thread may call this."""
+        return self._arenas.keep(endpoints, seconds)
 
     def close(self) -> None:
         """Let go of the peers' arenas. No work may be under way."""

@@ -5,12 +5,14 @@ The scheduler half meets the neighbours and finds hits. The workers attach and r
 tensor parallelism they are other processes. So the scheduler half asks each worker to attach an
 arena, at the socket of its rank. The worker answers at once whether the arena is attached already.
 None of it needs a step, so it works in an idle engine, too.
+
+In the same way it asks them to keep an orphan: the arena of an engine that has ended.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Protocol
@@ -18,6 +20,7 @@ from typing import Annotated, Final, Protocol
 from msgspec import Meta, Struct
 from msgspec.msgpack import Decoder
 
+from omni_connector.config import MAX_ORPHAN_S
 from omni_connector.errors import OmniError
 from omni_connector.net import rank_socket
 from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
@@ -33,6 +36,9 @@ Arenas = tuple[tuple[Endpoint, ...], ...]
 AttachAhead = Callable[[tuple[Endpoint, ...]], bool]
 """Starts to attach an arena; returns at once whether it is attached. Any thread may call it."""
 
+Keep = Callable[[tuple[Endpoint, ...], float], tuple[Endpoint, ...] | None]
+"""Keeps an orphan; see `PeerArenas.keep`. Any thread may call it."""
+
 # Longest wait for the answers of one rank, in seconds. A rank that computes answers slowly, as its
 # threads share the interpreter.
 _ANSWER_S: Final = 1.0
@@ -40,10 +46,21 @@ _ANSWER_S: Final = 1.0
 _SILENT_S: Final = 30.0
 
 
-class AskAttached(Struct, frozen=True, tag="ask-attached"):
-    """Asks a rank to attach an arena; answered with `Attached`."""
+Endpoints = Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=16)]
+"""Of one arena, as peers send them."""
 
-    arena: Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=16)]
+
+class AskAttached(Struct, frozen=True, tag="ask-attached"):
+    """Asks a rank to attach an arena, or to keep one that it has; answered with `Attached`.
+
+    Attributes:
+        arena: its endpoints.
+        keep: seconds for which it is to be kept although its owner has ended; None while the owner
+            lives.
+    """
+
+    arena: Endpoints
+    keep: Annotated[float, Meta(ge=0, le=MAX_ORPHAN_S)] | None = None
     protocol: int = PROTOCOL
 
     def __post_init__(self) -> None:
@@ -51,20 +68,28 @@ class AskAttached(Struct, frozen=True, tag="ask-attached"):
 
 
 class Attached(Struct, frozen=True, tag="attached"):
-    """Whether the arena is attached."""
+    """Whether the arena is attached.
+
+    Attributes:
+        handed_on: where other processes attach an arena that is kept.
+    """
 
     attached: bool
+    handed_on: Annotated[tuple[Endpoint, ...], Meta(max_length=16)] = ()
 
 
 ANSWERS: Final = Decoder(Attached | Refusal)
 
 
-def attached_ahead(attach: AttachAhead) -> RankAnswers:
-    """A worker's answers to `RankSockets`: it attaches arenas to this rank."""
+def attached_ahead(attach: AttachAhead, keep: Keep) -> RankAnswers:
+    """A worker's answers to `RankSockets`: it attaches arenas to this rank, and keeps orphans."""
 
     def answer(question: AskAttached) -> Attached:
         try:
-            return Attached(attach(question.arena))
+            if question.keep is None:
+                return Attached(attach(question.arena))
+            handed_on = keep(question.arena, question.keep)
+            return Attached(False) if handed_on is None else Attached(True, handed_on)
         except Exception:  # other arenas may do better
             logger.exception("Attaching an arena ahead failed; please report it")
             return Attached(False)
@@ -81,6 +106,17 @@ class Ranks(Protocol):
         Returns:
             For each engine whether every rank has attached its arena. For a rank that does not
             answer now, its last answer counts.
+        """
+
+    def kept(self, orphans: Sequence[tuple[Arenas, float]]) -> list[Arenas | None]:
+        """Have rank n keep the arena of rank n of engines that have ended. May wait for a rank.
+
+        Args:
+            orphans: for each engine its arenas, and the seconds for which they are kept.
+
+        Returns:
+            For each engine where other processes attach its arenas; the endpoints of a rank are
+            empty where they cannot. None if a rank does not have its arena.
         """
 
     def close(self) -> None:
@@ -117,6 +153,19 @@ class RankSockets:
                 for arenas in engines
             ]
 
+    def kept(self, orphans: Sequence[tuple[Arenas, float]]) -> list[Arenas | None]:
+        with self._lock:
+            by_rank = [
+                list(self._answers(rank, [AskAttached(of[rank], keep) for of, keep in orphans]))
+                for rank in range(len(self._said))
+            ]
+        return [
+            tuple(answers[number].handed_on for answers in by_rank)
+            if all(number < len(answers) and answers[number].attached for answers in by_rank)
+            else None
+            for number in range(len(orphans))
+        ]
+
     def close(self) -> None:
         self._closed = True
         with self._lock:
@@ -124,8 +173,14 @@ class RankSockets:
                 self._connections.popitem()[1].close()
 
     def _ask(self, rank: int, wanted: Sequence[tuple[Endpoint, ...]]) -> None:
+        questions = [AskAttached(arena) for arena in wanted]
+        for arena, answer in zip(wanted, self._answers(rank, questions), strict=False):
+            self._said[rank][arena] = answer.attached
+
+    def _answers(self, rank: int, questions: Sequence[AskAttached]) -> Iterator[Attached]:
+        """Yield a rank's answers, up to the first question that it does not answer in time."""
         deadline = time.monotonic() + _ANSWER_S
-        for arena in wanted:
+        for question in questions:
             if self._closed:
                 return
             try:
@@ -133,15 +188,15 @@ class RankSockets:
                 if connection is None:
                     connection = self._connect(rank, deadline)
                     self._connections[rank] = connection
-                answer, _ = connection.ask(AskAttached(arena), ANSWERS, deadline)
+                answer, _ = connection.ask(question, ANSWERS, deadline)
             except OmniError as error:  # it is asked again with the next look
                 logger.debug("rank %d does not say what it has attached: %s", rank, error)
                 if (failed := self._connections.pop(rank, None)) is not None:
                     failed.close()
                 self._note_silent(rank, error)
                 return
-            self._said[rank][arena] = answer.attached
             self._silent_since.pop(rank, None)
+            yield answer
 
     def _note_silent(self, rank: int, error: OmniError) -> None:
         now = time.monotonic()

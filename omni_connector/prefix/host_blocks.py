@@ -368,15 +368,17 @@ class HostBlocks:
         return [list(run) for _, run in groupby(candidates, key=attrgetter("tenant"))]
 
     def lacks(self, group: int, hashes: list[bytes], *, here: Bools | bool) -> Bools:
-        """Which of these blocks no engine has. The others count as used, so that they are not
-        evicted to make room for the blocks that follow them.
+        """Which of these blocks no living engine has. The others count as used, so that they are
+        not evicted to make room for the blocks that follow them. Orphans do not count, as they go
+        soon: what is read from them is kept here.
 
         Args:
             here: which blocks must be in the own arena: they are lacking if only a neighbour has
                 them.
         """
         tags = tags_of(self._key_prefix, group, hashes)
-        engines = (self._own, *self._neighbours.present())
+        living = [each for each in self._neighbours.present() if not each.orphan]
+        engines = (self._own, *living)
         owners, slots, generations = find_each([each.index for each in engines], tags)
         if here is not False:  # the first engine is this one
             owners[here & (owners > 0)] = NOBODY

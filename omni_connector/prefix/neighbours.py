@@ -5,18 +5,23 @@ Each engine has a socket in the runtime folder, and sends its index to every pee
 There is no registry: each engine lists the folder about once a second. An engine that dies is
 removed when its connection ends.
 
+What an engine has kept outlives it for a while as an *orphan*: the others still map its arena and
+its index. They go on reading them, and hand them on to engines that start meanwhile.
+
 An engine that does not answer (one that was stopped, say) delays no other: all new ones are asked
 at once. A neighbour is used only when every rank of this engine has attached its arenas.
 """
 
+import contextlib
 import logging
+import math
 import os
 import select
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final, Protocol
 
@@ -24,9 +29,12 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from omni_connector.arena.available import available_bytes
 from omni_connector.arena.block_index import MAX_SLOTS, BlockIndex, BlockIndexView
 from omni_connector.arena.format import EPOCH_BYTES
+from omni_connector.arena.prefault import spared_bytes
 from omni_connector.arena.slot_index import Ints
+from omni_connector.config import MAX_ORPHAN_S
 from omni_connector.errors import OmniError, PeerRefusedError, PeerUnreachableError
 from omni_connector.net import runtime
 from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
@@ -65,11 +73,34 @@ _MAX_HITS: Final = 1024
 _MAX_MESSAGES: Final = 16
 # Neighbours that an engine has at most. It bounds descriptors and the cost of a look-up.
 _MAX_NEIGHBOURS: Final = 256
+# Orphans that an engine keeps at most. It bounds descriptors, memory and the cost of a look-up.
+_MAX_ORPHANS: Final = 16
+# Seconds in which the ranks must have an orphan; else it is given up.
+_ADOPT_S: Final = 5.0
+# Orphans go while less memory is available than this many times what populating an arena in the
+# background leaves to others: so they go before an engine stops populating its arena.
+_SHORT: Final = 2
+
+_Epoch = Annotated[bytes, Meta(min_length=EPOCH_BYTES, max_length=EPOCH_BYTES)]
 
 
 class AskIndex(msgspec.Struct, frozen=True, tag="ask-index"):
     """Asks for the index of an engine; answered with `GiveIndex` and its memfd."""
 
+    protocol: int = PROTOCOL
+
+    def __post_init__(self) -> None:
+        require_protocol(self.protocol)
+
+
+class AskOrphan(msgspec.Struct, frozen=True, tag="ask-orphan"):
+    """Asks for the index of an engine that has ended; answered like `AskIndex`.
+
+    Attributes:
+        epoch: of its index.
+    """
+
+    epoch: _Epoch
     protocol: int = PROTOCOL
 
     def __post_init__(self) -> None:
@@ -84,15 +115,19 @@ class GiveIndex(msgspec.Struct, frozen=True, tag="give-index"):
         epoch: of the index.
         num_slots: of each arena.
         arenas: see `Arenas`.
+        orphans: epochs of the indexes of orphans that can be had from this engine.
+        seconds: of an orphan, for how long it is kept yet.
     """
 
     readers: Annotated[bytes, Meta(min_length=16, max_length=16)]
-    epoch: Annotated[bytes, Meta(min_length=EPOCH_BYTES, max_length=EPOCH_BYTES)]
+    epoch: _Epoch
     num_slots: Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
     arenas: Annotated[
         tuple[Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=16)], ...],
         Meta(min_length=1, max_length=1024),
     ]
+    orphans: Annotated[tuple[_Epoch, ...], Meta(max_length=_MAX_ORPHANS)] = ()
+    seconds: Annotated[float, Meta(ge=0, le=MAX_ORPHAN_S)] = 0.0
 
 
 class Hits(msgspec.Struct, frozen=True, tag="hits"):
@@ -110,7 +145,7 @@ class Hits(msgspec.Struct, frozen=True, tag="hits"):
             raise ValueError("as many generations as slots, of 8 bytes each")
 
 
-QUESTIONS: Final = msgspec.msgpack.Decoder(AskIndex | Hits)
+QUESTIONS: Final = msgspec.msgpack.Decoder(AskIndex | AskOrphan | Hits)
 ANSWERS: Final = msgspec.msgpack.Decoder(GiveIndex | Refusal)
 
 
@@ -123,12 +158,14 @@ class Neighbour:
         arenas: one a rank, with these slots.
         own: whether it is this engine itself.
         name: of its socket in the runtime folder.
+        orphan: whether the engine has ended, so that its blocks will go.
     """
 
     index: BlockIndex | BlockIndexView
     arenas: Arenas
     own: bool = False
     name: str = ""
+    orphan: bool = False
 
 
 class Neighbours(Protocol):
@@ -162,6 +199,7 @@ class LocalEngine:
         ranks: attach the arenas of neighbours; closed with the neighbours.
         on_hits: called with slots and generations that a neighbour has read, on another thread;
             must not block.
+        orphan_s: seconds for which the arenas of an engine that has ended are kept; 0 for none.
     """
 
     folder: Path
@@ -171,14 +209,158 @@ class LocalEngine:
     arenas: Arenas
     ranks: Ranks
     on_hits: Callable[[Ints, Ints], None]
+    orphan_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class _Met:
     connection: Connection
     neighbour: Neighbour
+    descriptor: int  # of its index
     since: float
     attached: bool = False
+
+    def close(self) -> None:
+        """Disconnect. The index stays mapped, as the engine's thread may be reading it. Its last
+        reference unmaps it."""
+        self.connection.close()
+        os.close(self.descriptor)
+
+
+@dataclass(slots=True, eq=False)
+class _Orphan:
+    neighbour: Neighbour
+    descriptor: int  # of its index
+    until: float
+    give_up_at: float
+    handed_on: Arenas | None = None  # known while every rank has its arena
+
+
+class Orphans:
+    """What engines that have ended have kept, as long as the ranks of this engine have it mapped.
+
+    Args:
+        local_engine: this engine.
+        clock: seconds, monotonic.
+        memory_is_short: whether orphans have to make room.
+    """
+
+    def __init__(
+        self,
+        local_engine: LocalEngine,
+        clock: Callable[[], float],
+        memory_is_short: Callable[[], bool],
+    ) -> None:
+        self._ranks = local_engine.ranks
+        self._readers = local_engine.readers
+        self._seconds = local_engine.orphan_s
+        self._clock = clock
+        self._memory_is_short = memory_is_short
+        self._lock = threading.Lock()  # against the thread that gives indexes
+        self._orphans: dict[bytes, _Orphan] = {}  # by the epochs of their indexes, the oldest first
+
+    def __bool__(self) -> bool:
+        return bool(self._orphans)
+
+    def adopt(self, neighbour: Neighbour, descriptor: int, seconds: float = math.inf) -> None:
+        """Keep what an engine had, unless it is kept already.
+
+        Args:
+            neighbour: the engine.
+            descriptor: of its index; closed with the orphan.
+            seconds: for how long others keep it yet.
+        """
+        now = self._clock()
+        seconds = min(seconds, self._seconds)
+        epoch = neighbour.index.epoch
+        with self._lock:
+            if seconds > 0 and epoch not in self._orphans and len(self._orphans) < _MAX_ORPHANS:
+                orphan = replace(neighbour, orphan=True)
+                until = now + seconds
+                self._orphans[epoch] = _Orphan(orphan, descriptor, until, now + _ADOPT_S)
+                descriptor = -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def follow(self) -> None:
+        """Have the ranks keep the arenas; let go of the orphans that are over, or that they do not
+        have. May wait for a rank."""
+        now = self._clock()
+        for epoch, orphan in list(self._orphans.items()):
+            if now >= orphan.until or (orphan.handed_on is None and now >= orphan.give_up_at):
+                self.let_go(epoch)
+        if self._orphans and self._memory_is_short():
+            self.let_go(next(iter(self._orphans)))
+        orphans = list(self._orphans.values())
+        if not orphans:
+            return
+        asked = [(each.neighbour.arenas, each.until - now) for each in orphans]
+        kept = self._ranks.kept(asked)
+        with self._lock:
+            for orphan, handed_on in zip(orphans, kept, strict=True):
+                orphan.handed_on = handed_on
+
+    @property
+    def unkept(self) -> list[Arenas]:
+        """The arenas that a rank does not have (yet)."""
+        orphans = self._orphans.values()
+        return [each.neighbour.arenas for each in orphans if each.handed_on is None]
+
+    def attaches(self, now: float) -> bool:
+        """Whether a rank does not have an orphan yet that was adopted lately."""
+        orphans = self._orphans.values()
+        return any(
+            each.handed_on is None and now < each.give_up_at - _ADOPT_S + _FRESH_S
+            for each in orphans
+        )
+
+    def present(self) -> list[Neighbour]:
+        """The orphans that can be read, the oldest first."""
+        orphans = self._orphans.values()
+        return [each.neighbour for each in orphans if each.handed_on is not None]
+
+    def has(self, epoch: bytes) -> bool:
+        """Whether the engine with this index is an orphan here."""
+        return epoch in self._orphans
+
+    def offered(self) -> tuple[bytes, ...]:
+        """The epochs of the orphans that other engines can attach here. Any thread."""
+        with self._lock:
+            return tuple(
+                epoch
+                for epoch, orphan in self._orphans.items()
+                if orphan.handed_on is not None and all(orphan.handed_on)
+            )
+
+    def give(self, epoch: bytes) -> tuple[GiveIndex | Refusal, int | None]:
+        """The index of an orphan, for another engine. Any thread."""
+        with self._lock:
+            orphan = self._orphans.get(epoch)
+            seconds = 0.0 if orphan is None else orphan.until - self._clock()
+            if orphan is None or not orphan.handed_on or not all(orphan.handed_on) or seconds <= 0:
+                return Refusal("there is no such orphan here (any more)"), None
+            index = orphan.neighbour.index
+            gives = GiveIndex(
+                self._readers, epoch, index.num_slots, orphan.handed_on, seconds=seconds
+            )
+            return gives, os.dup(orphan.descriptor)
+
+    def let_go(self, epoch: bytes) -> None:
+        """Keep an orphan no longer. Its ranks let go of the arenas within `IDLE_S` seconds."""
+        with self._lock:
+            orphan = self._orphans.pop(epoch, None)
+        if orphan is not None:
+            os.close(orphan.descriptor)
+
+    def close(self) -> None:
+        """Let go of all. Idempotent."""
+        for epoch in list(self._orphans):
+            self.let_go(epoch)
+
+
+def memory_is_short() -> bool:
+    """Whether so little memory is available that orphans have to go."""
+    return available_bytes() < _SHORT * spared_bytes()
 
 
 class HostNeighbours:
@@ -187,6 +369,7 @@ class HostNeighbours:
     Args:
         local_engine: this engine.
         context: clock and threads.
+        memory_is_short: whether orphans have to make room.
 
     Raises:
         TransportError: another process has this engine's socket.
@@ -196,9 +379,11 @@ class HostNeighbours:
         self,
         local_engine: LocalEngine,
         context: EngineContext,
+        memory_is_short: Callable[[], bool] = memory_is_short,
     ) -> None:
         self._local_engine = local_engine
         self._clock = context.clock
+        self._orphans = Orphans(local_engine, context.clock, memory_is_short)
         self._own = runtime.socket_path(local_engine.folder, local_engine.name, kind=_KIND)
         index = local_engine.index
         self._gives = GiveIndex(
@@ -238,13 +423,12 @@ class HostNeighbours:
             self._present = tuple(each for each in self._present if each not in self._avoided)
 
     def look(self) -> None:
-        """Meet new engines, remove those that have ended, and send the hits. May wait for a
-        peer."""
+        """Meet new engines, make orphans of ended ones, and send the hits. May wait for a peer."""
         with self._looks:
             here = set(self._sockets())
             for name, met in list(self._met.items()):
                 if not met.connection.alive:
-                    self._leave(name)
+                    self._ended(name)
             self._follow()
             self._meet(sorted(here - self._met.keys())[: _MAX_NEIGHBOURS - len(self._met)])
             self._not_before = {n: at for n, at in self._not_before.items() if n in here}
@@ -255,22 +439,25 @@ class HostNeighbours:
         """Ask the ranks which arenas they have attached, and update the neighbours that are
         used."""
         mets = list(self._met.values())
-        attached = self._local_engine.ranks.attached([met.neighbour.arenas for met in mets])
+        self._orphans.follow()
+        attached = self._local_engine.ranks.attached(
+            [met.neighbour.arenas for met in mets] + self._orphans.unkept
+        )
         now = self._clock()
         with self._lock:
-            there = [met.neighbour for met in mets]
+            orphans = self._orphans.present()
+            there = [*(met.neighbour for met in mets), *orphans]
             avoided = {each: self._avoided.get(each, now) for each in there}
             self._avoided = {each: until for each, until in avoided.items() if now < until}
-            for met, is_attached in zip(mets, attached, strict=True):
+            for met, is_attached in zip(mets, attached, strict=False):
                 met.attached = is_attached
-            self._present = tuple(
-                met.neighbour for met in mets if met.attached and met.neighbour not in self._avoided
-            )
+            readable = [*(met.neighbour for met in mets if met.attached), *orphans]
+            self._present = tuple(each for each in readable if each not in self._avoided)
 
     def _attaches(self) -> bool:
         """Whether arenas of an engine that was met lately are not attached yet."""
         now = self._clock()
-        return any(
+        return self._orphans.attaches(now) or any(
             not met.attached and now < met.since + _FRESH_S for met in list(self._met.values())
         )
 
@@ -282,8 +469,9 @@ class HostNeighbours:
         self._thread.wake()
         self._thread.join(_CLOSE_S)
         self._present = ()
-        for name in list(self._met):
-            self._leave(name)
+        while self._met:
+            self._met.popitem()[1].close()
+        self._orphans.close()
         self._local_engine.ranks.close()
         os.close(self._fd)
 
@@ -353,7 +541,7 @@ class HostNeighbours:
         try:
             reply, descriptor = connection.answer(ANSWERS, time.monotonic() + _CONNECT_S, True)
             assert descriptor is not None
-            neighbour = opened(reply, descriptor, self._local_engine, name)
+            neighbour, descriptor = opened(reply, descriptor, self._local_engine, name)
         except (OmniError, OSError) as error:
             connection.close()
             # An engine of another model is no fault. It is asked every few seconds, so each reason
@@ -366,14 +554,48 @@ class HostNeighbours:
         except BaseException:
             connection.close()
             raise
-        self._met[name] = _Met(connection, neighbour, self._clock())
+        self._orphans.let_go(reply.epoch)  # it has not ended after all
+        self._met[name] = _Met(connection, neighbour, descriptor, self._clock())
         del self._not_before[name]
         logger.info("Sharing prefixes with the engine at %s", name)
+        if self._local_engine.orphan_s > 0:
+            self._take_orphans(name, reply.orphans)
 
-    def _leave(self, name: str) -> None:
-        # The index stays mapped, as the engine's thread may be reading it. Its last reference
-        # unmaps it.
-        self._met.pop(name).connection.close()
+    def _take_orphans(self, name: str, epochs: Sequence[bytes]) -> None:
+        """Take what a neighbour has of engines that ended before this one met them."""
+        deadline = time.monotonic() + _ANSWER_S
+        alive = {met.neighbour.index.epoch for met in self._met.values()}
+        for epoch in dict.fromkeys(epochs):
+            if epoch in alive or self._orphans.has(epoch):
+                continue
+            try:
+                # A refusal ends a connection, and the neighbour's own must last.
+                connection = Connection(self._local_engine.folder / name, deadline)
+                with contextlib.closing(connection):
+                    reply, descriptor = connection.ask(AskOrphan(epoch), ANSWERS, deadline, True)
+                assert descriptor is not None
+                orphan, descriptor = opened(reply, descriptor, self._local_engine, name)
+            except (OmniError, OSError) as error:  # its prompts are computed
+                logger.debug("an orphan of %s is not taken: %s", name, error)
+                continue
+            if reply.epoch == epoch:
+                self._orphans.adopt(orphan, descriptor, reply.seconds)
+            else:
+                os.close(descriptor)
+
+    def _ended(self, name: str) -> None:
+        """An engine that was met has ended."""
+        met = self._met.pop(name)
+        met.connection.close()
+        if not met.attached or self._local_engine.orphan_s <= 0:
+            os.close(met.descriptor)
+            return
+        logger.info(
+            "The engine at %s has ended. What it has kept can be read for %g s more",
+            name,
+            self._local_engine.orphan_s,
+        )
+        self._orphans.adopt(met.neighbour, met.descriptor)
 
     def _tell(self) -> None:
         with self._lock:
@@ -398,20 +620,27 @@ class HostNeighbours:
                     self._hits[met.neighbour].insert(0, (slots[rest], generations[rest]))
                 return
 
-    def _answer(self, question: AskIndex | Hits) -> tuple[msgspec.Struct | None, int | None]:
+    def _answer(
+        self, question: AskIndex | AskOrphan | Hits
+    ) -> tuple[msgspec.Struct | None, int | None]:
         if isinstance(question, Hits):
             slots, generations = question.slots, question.generations
             self._local_engine.on_hits(
                 np.frombuffer(slots, np.int64), np.frombuffer(generations, np.int64)
             )
             return None, None
-        return self._gives, os.dup(self._fd)
+        if isinstance(question, AskOrphan):
+            return self._orphans.give(question.epoch)
+        gives = msgspec.structs.replace(self._gives, orphans=self._orphans.offered())
+        return gives, os.dup(self._fd)
 
 
-def opened(reply: GiveIndex, descriptor: int, ours: LocalEngine, name: str = "") -> Neighbour:
-    """The engine that has sent `reply`, with its index mapped. Closes `descriptor`.
+def opened(
+    reply: GiveIndex, descriptor: int, ours: LocalEngine, name: str = ""
+) -> tuple[Neighbour, int]:
+    """The engine that `reply` tells of, with its index mapped, and `descriptor`.
 
-    Raises:
+    Raises, and closes `descriptor`:
         PeerRefusedError: this engine cannot read its slots.
         OmniError: as `BlockIndexView.open`.
     """
@@ -421,6 +650,7 @@ def opened(reply: GiveIndex, descriptor: int, ours: LocalEngine, name: str = "")
         if any(each.n_slots < reply.num_slots for rank in reply.arenas for each in rank):
             raise PeerRefusedError("its arenas have fewer slots than its index")
         view = BlockIndexView.open(descriptor, epoch=reply.epoch, num_slots=reply.num_slots)
-        return Neighbour(view, reply.arenas, name=name)
-    finally:
+    except BaseException:
         os.close(descriptor)
+        raise
+    return Neighbour(view, reply.arenas, name=name), descriptor

@@ -78,6 +78,9 @@ class FaultyTransport(ArenaTransport):
         self._strike("withdraw")
         self.inner.withdraw(endpoint)
 
+    def hand_on(self, arena: RemoteArena) -> Endpoint | None:
+        return self.inner.hand_on(arena)
+
     def attach(self, endpoint: Endpoint, *, timeout: float) -> RemoteArena:
         self._strike("attach")
         return _FaultyArena(self, self.inner.attach(endpoint, timeout=timeout))

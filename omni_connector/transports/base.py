@@ -110,6 +110,14 @@ class RemoteArena(ABC):
         """
         raise TransportError(f"transport {self.endpoint.transport!r} does not map a peer's arena")
 
+    def descriptor(self) -> int:
+        """A descriptor of the memory that is mapped, which the caller closes.
+
+        Raises:
+            TransportError: the arena is closed, or not mapped (`supports_mapping`).
+        """
+        raise TransportError(f"transport {self.endpoint.transport!r} does not map a peer's arena")
+
     @property
     @abstractmethod
     def alive(self) -> bool:
@@ -302,6 +310,15 @@ class ArenaTransport(Service):
     @abstractmethod
     def withdraw(self, endpoint: Endpoint) -> None:
         """Let nobody attach any more. Peers that map it keep what they have. Idempotent."""
+
+    def hand_on(self, arena: RemoteArena) -> Endpoint | None:
+        """Let peers attach, at this process, an arena that it has attached, as its owner has gone.
+        `withdraw` ends that.
+
+        Returns:
+            Where peers attach it; None where this transport cannot hand it on.
+        """
+        return None
 
     @abstractmethod
     def attach(self, endpoint: Endpoint, *, timeout: float) -> RemoteArena:

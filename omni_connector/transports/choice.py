@@ -26,7 +26,7 @@ from omni_connector.errors import (
 )
 from omni_connector.net.peers import Peers, is_loopback, parse_listen
 from omni_connector.runtime.bounded import BoundedMap
-from omni_connector.transports.base import ArenaTransport, Endpoint, Site
+from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena, Site
 
 logger = logging.getLogger("vllm.omni_connector.transports")
 
@@ -164,6 +164,22 @@ class Transports:
                 transport.withdraw(endpoint)
             raise
         return tuple(endpoints)
+
+    def hand_on(self, arena: RemoteArena) -> tuple[Endpoint, ...]:
+        """Let peers attach, at this process, an arena whose owner has gone.
+
+        Returns:
+            Where they attach it; empty where no exporter can hand it on.
+        """
+        handed_on = (transport.hand_on(arena) for transport in self._exporters)
+        return tuple(each for each in handed_on if each is not None)
+
+    def withdraw(self, endpoints: Sequence[Endpoint]) -> None:
+        """End what `export` or `hand_on` began. Idempotent."""
+        by_name = {transport.transport: transport for transport in self._exporters}
+        for endpoint in endpoints:
+            if endpoint.transport in by_name:
+                by_name[endpoint.transport].withdraw(endpoint)
 
     @property
     def needs_checksums(self) -> bool:

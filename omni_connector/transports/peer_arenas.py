@@ -5,6 +5,9 @@ Threads of their own wait for peers; loads are notified when an arena is attache
 mapped arena is let go when its owner has gone and no load reads it. Nothing tells of the end of the
 owner of a fetched arena, which is let go when it was idle for a while.
 
+The bytes of a mapped arena outlive its owner. Such an *orphan* is kept as long as the scheduler
+half asks for it (`keep`), and other processes can attach it here.
+
 A load of a hand-off attaches what it reads, and waits for that. A load without a lease waits for no
 peer: what it reads must have been attached ahead of it. The own arena is never attached, but read
 in place.
@@ -30,7 +33,14 @@ from omni_connector.transports.choice import Transports
 from omni_connector.transports.reading import PeerThreads
 
 ATTACH_S: Final = 10.0
+"""Longest wait for a peer's arena, in seconds."""
+
 IDLE_S: Final = 10.0
+"""Seconds without use after which a fetched arena is let go, and without `keep` an orphan."""
+
+NOTICE_S: Final = 5.0
+"""Seconds after its owner's end in which an arena is kept for a first `keep`. The scheduler half
+looks once a second who has gone."""
 
 
 class OwnArena(RemoteArena):
@@ -59,15 +69,24 @@ class OwnArena(RemoteArena):
 
 
 class _Attached:
-    """An arena, or the attempt to attach one, and the loads that have asked for it."""
+    """An arena, or the attempt to attach one, and the loads that have asked for it.
 
-    def __init__(self, endpoint: Endpoint, mapped: bool) -> None:
+    Args:
+        endpoint: of the arena.
+        mapped: whether it is read in place.
+        notice: seconds after its owner's end in which it is kept for a first `keep`.
+    """
+
+    def __init__(self, endpoint: Endpoint, mapped: bool, notice: float) -> None:
         self.endpoint = endpoint
         self.mapped = mapped
+        self._notice = notice
         self.arena: Future[RemoteArena] = Future()
         self.users = 0
         self.used_at = 0.0
         self.dropped = False
+        self.kept_until: float | None = None  # known from the first look after its owner's end
+        self.handed_on: tuple[Endpoint, ...] | None = None
 
     @property
     def failed(self) -> bool:
@@ -75,17 +94,25 @@ class _Attached:
         return self.arena.done() and self.arena.exception() is not None
 
     @property
-    def ready(self) -> bool:
-        """Whether it is attached, as far as is known to an owner that lives."""
-        return self.arena.done() and not self.failed and self.arena.result().alive
+    def attached(self) -> bool:
+        """Whether its bytes can be read."""
+        return self.arena.done() and not self.failed
+
+    def ready(self, now: float) -> bool:
+        """Whether it is attached, and its owner lives or it is kept as an orphan."""
+        if not self.attached:
+            return False
+        if self.arena.result().alive:
+            return True
+        if self.kept_until is None:
+            self.kept_until = now + self._notice
+        return self.mapped and now < self.kept_until
 
     def useless(self, now: float) -> bool:
         """Whether no load reads it, and none is expected to."""
         if self.users or not self.arena.done():
             return False
-        if self.failed:
-            return True
-        return not self.arena.result().alive if self.mapped else now - self.used_at >= IDLE_S
+        return self.failed or not (self.ready(now) if self.mapped else now < self.used_at + IDLE_S)
 
 
 class PeerArenas:
@@ -97,6 +124,7 @@ class PeerArenas:
         context: clock, trace, and how the thread starts that searches for owners that have gone.
         period: seconds between two searches.
         own: the arenas of this rank itself, by their endpoints.
+        keeps_orphans: whether mapped arenas outlive their owners here.
     """
 
     def __init__(
@@ -106,14 +134,16 @@ class PeerArenas:
         context: EngineContext,
         period: float = WATCH_S,
         own: Mapping[tuple[Endpoint, ...], RemoteArena] | None = None,
+        keeps_orphans: bool = False,
     ) -> None:
         self.own: Final = own or {}
+        self._notice = NOTICE_S if keeps_orphans else 0.0
         self._transports = transports
         self._threads = threads
         self._clock = context.clock
         self._trace = context.trace
         self._lock = threading.Lock()
-        self._known: dict[str, _Attached] = {}
+        self._known: dict[Endpoint, _Attached] = {}
         self._watch = Watch(self.let_go, period, context.start)
 
     def open(self, *, waits: bool = True) -> "OpenArenas":
@@ -143,12 +173,12 @@ class PeerArenas:
         """
         transport, endpoint = self._transports.choose(endpoints)
         with self._lock:
-            known = self._known.get(endpoint.address)
-            if known is None or known.endpoint != endpoint or known.failed:
+            known = self._known.get(endpoint)
+            if known is None or known.failed:
                 if known is not None:
                     self._drop(known)
-                known = _Attached(endpoint, transport.supports_mapping)
-                self._known[endpoint.address] = known
+                known = _Attached(endpoint, transport.supports_mapping, self._notice)
+                self._known[endpoint] = known
                 self._threads.submit(endpoint.address, partial(self._attach, transport, known))
             known.users += 1
         self._watch.start()
@@ -160,10 +190,11 @@ class PeerArenas:
         Raises:
             PeerUnreachableError: it is not, or its owner has gone.
         """
+        now = self._clock()
         with self._lock:
             for endpoint in endpoints:
-                known = self._known.get(endpoint.address)
-                if known is not None and known.endpoint == endpoint and known.ready:
+                known = self._known.get(endpoint)
+                if known is not None and known.ready(now):
                     known.users += 1
                     return known
         raise PeerUnreachableError("the arena is not attached (any more)")
@@ -181,9 +212,25 @@ class PeerArenas:
             attached = self.take(endpoints)
         except OmniError:  # no transport reaches it now; one may later
             return False
-        ready = attached.ready
+        ready = attached.ready(self._clock())
         self.leave(attached, failed=False)
         return ready
+
+    def keep(self, endpoints: tuple[Endpoint, ...], seconds: float) -> tuple[Endpoint, ...] | None:
+        """Keep an orphan for `seconds` more, `IDLE_S` at most; returns at once.
+
+        Returns:
+            Where other processes attach it; empty where they cannot. None: it is not attached here.
+        """
+        with self._lock:
+            for endpoint in endpoints:
+                known = self._known.get(endpoint)
+                if known is not None and known.mapped and known.attached:
+                    known.kept_until = self._clock() + min(seconds, IDLE_S)
+                    if known.handed_on is None:
+                        known.handed_on = self._transports.hand_on(known.arena.result())
+                    return known.handed_on
+        return None
 
     def leave(self, attached: _Attached, *, failed: bool) -> None:
         """End a load's use of an arena. If that has failed it, the next load attaches it anew."""
@@ -206,9 +253,12 @@ class PeerArenas:
 
     def _drop(self, attached: _Attached) -> None:
         # Holds the lock. Loads that read the arena go on, and the last of them closes it.
-        if self._known.get(attached.endpoint.address) is attached:
-            del self._known[attached.endpoint.address]
+        if self._known.get(attached.endpoint) is attached:
+            del self._known[attached.endpoint]
         attached.dropped = True
+        handed_on, attached.handed_on = attached.handed_on, ()
+        if handed_on:
+            self._transports.withdraw(handed_on)
         if not attached.users:
             attached.arena.add_done_callback(_close)
 

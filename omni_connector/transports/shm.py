@@ -134,6 +134,21 @@ class SharedMemoryTransport(ArenaTransport):
             raise
         return Endpoint.of(arena, self.transport, str(address))
 
+    def hand_on(self, arena: RemoteArena) -> Endpoint | None:
+        wanted = arena.endpoint
+        with self._lock:
+            # Peers ask for an arena by its epoch, so one socket serves all arenas.
+            address = next((each.address for each in self._exports.values()), None)
+            if address is None or self._closed or wanted.epoch in self._exports:
+                return None
+            try:
+                descriptor = arena.descriptor()
+            except TransportError:
+                return None
+            reply = AttachReply(wanted.epoch, wanted.n_slots, wanted.slot_bytes)
+            self._exports[wanted.epoch] = _Export(reply, descriptor, address)
+        return msgspec.structs.replace(wanted, transport=self.transport, address=str(address))
+
     def withdraw(self, endpoint: Endpoint) -> None:
         address = self._take_back(endpoint.epoch)
         listener = self._listener
@@ -218,13 +233,15 @@ class SharedMemoryTransport(ArenaTransport):
         return found
 
     def _take_back(self, epoch: bytes) -> Path | None:
+        """End an export. Returns the address of its socket if nothing else is exported there."""
         # Only the caller that removes an export from the table closes it: so it is closed once.
         with self._lock:
             export = self._exports.pop(epoch, None)
+            shared = {each.address for each in self._exports.values()}
         if export is None:
             return None
         export.close()
-        return export.address
+        return None if export.address in shared else export.address
 
     def _own_listener(self) -> Listener:
         with self._lock:
@@ -303,6 +320,9 @@ class MappedArena(RemoteArena):
     @property
     def slots(self) -> NDArray[np.uint8]:
         return self._view.slots
+
+    def descriptor(self) -> int:
+        return self._view.descriptor()
 
     @property
     def alive(self) -> bool:

@@ -432,6 +432,7 @@ class _Assembly:
                     arenas=self._arenas,
                     ranks=self._surroundings.ranks(self._folder, self._engine_id, self._ours.ranks),
                     on_hits=partial(touch, pool),
+                    orphan_s=self._config.orphan_s,
                 ),
                 self._context,
             )

@@ -283,6 +283,7 @@ class OmniWorker:
                 notify=loads.notify,
                 queued=loads.queued,
                 own=(arena.arena, arena.endpoints) if arena is not None else None,
+                keeps_orphans=self._shares and self._config.orphan_s > 0,
             )
         except BaseException:
             copier.close()
@@ -307,7 +308,8 @@ class OmniWorker:
         assert self._caches is not None
         answers: dict[type[msgspec.Struct], Callable[[Any], msgspec.Struct]] = {}
         if self._shares:
-            answers |= attached_ahead(self._caches.loader.attach_ahead)
+            loader = self._caches.loader
+            answers |= attached_ahead(loader.attach_ahead, loader.keep)
         if introduces:
             answers |= introduction(self._caches.handshake.encode())
             answers |= ended_copies(self.ended)

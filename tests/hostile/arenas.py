@@ -257,7 +257,8 @@ def neighbours() -> Iterator[Parser]:
                 return True
             reply, descriptor = read_answer(packet, [os.dup(index.fd)], GIVEN, with_fd=True)
             assert descriptor is not None
-            found = opened(reply, descriptor, ours)
+            found, descriptor = opened(reply, descriptor, ours)
+            os.close(descriptor)
             assert all(found.arenas), "a rank without an arena was believed"
             found.index.close()
             return True

@@ -35,7 +35,12 @@ class Worker:
         self.attached: set[str] = set()
         self.asked: list[str] = []
         self.broken = False
-        self.end = rank_socket.listen(folder, "engine", rank, attached_ahead(self.attach))
+        answers = attached_ahead(self.attach, self.keep)
+        self.end = rank_socket.listen(folder, "engine", rank, answers)
+
+    def keep(self, arena: tuple[Endpoint, ...], seconds: float) -> tuple[Endpoint, ...] | None:
+        self.asked.append(f"{arena[0].address} for {seconds:g} s")
+        return arena if arena[0].address in self.attached else None
 
     def attach(self, arena: tuple[Endpoint, ...]) -> bool:
         self.asked.append(arena[0].address)
@@ -114,3 +119,15 @@ def test_a_closed_one_asks_nobody(folder: Path) -> None:
     ranks.attached([ONE[:1]])
     assert worker.asked == ["one 0"]
     worker.end()
+
+
+def test_an_orphan_is_kept_where_every_rank_has_it(folder: Path) -> None:
+    workers = [Worker(folder, rank) for rank in range(2)]
+    workers[0].attached |= {"one 0", "other 0"}
+    workers[1].attached |= {"other 1"}
+    with contextlib.closing(RankSockets(folder, "engine", 2)) as ranks:
+        assert ranks.kept([(ONE, 3.0), (OTHER, 7.0)]) == [None, OTHER]
+        assert workers[1].asked == ["one 1 for 3 s", "other 1 for 7 s"]
+        workers[1].end()
+        assert ranks.kept([(OTHER, 7.0)]) == [None]
+    workers[0].end()

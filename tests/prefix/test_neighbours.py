@@ -29,6 +29,9 @@ class AllAttached:
     def attached(self, engines: Any) -> list[bool]:
         return [True] * len(engines)
 
+    def kept(self, orphans: Any) -> list[Any]:
+        return [None] * len(orphans)
+
     def close(self) -> None:
         """Nothing is held."""
 

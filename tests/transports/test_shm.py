@@ -87,6 +87,34 @@ def test_killed_peer_is_seen_dead_and_what_was_mapped_stays(
     remote.close()
 
 
+def test_the_arena_of_a_killed_peer_is_handed_on(
+    start: Callable[[str], Peer], reader: SharedMemoryTransport, place: Path
+) -> None:
+    peer = start(EXPORT)
+    before = open_fds()
+    with Arena.create(1, 4096) as own, SharedMemoryTransport(folder=place) as last:
+        remote = reader.attach(peer.endpoint(), timeout=WAIT_S)
+        assert reader.hand_on(remote) is None  # it has no socket of its own
+        ours = reader.export(own, "reader")
+        peer.kill()
+        handed_on = reader.hand_on(remote)
+        assert handed_on is not None
+        with last.attach(handed_on, timeout=WAIT_S) as again:
+            assert read(again, 1, 7).tobytes() == b"seven" * 1000
+            remote.close()  # what is handed on needs no mapping of this process
+            assert again.alive
+            reader.withdraw(handed_on)
+            with last.attach(ours, timeout=WAIT_S) as other:  # the socket serves this arena, too
+                assert other.alive
+            with pytest.raises(PeerRefusedError):
+                last.attach(handed_on, timeout=WAIT_S)
+            assert read(again, 1, 7).tobytes() == b"seven" * 1000
+        reader.withdraw(ours)
+        assert not Path(ours.address).exists()
+    reader.close()
+    assert none_left(before)
+
+
 @pytest.mark.parametrize(
     "point",
     [

@@ -142,6 +142,7 @@ class Transports:
         self.supports_mapping = supports_mapping
         self.made: list[Arena] = []
         self.error: Exception | None = None
+        self.handed_on: list[Arena] = []
 
     def choose(self, endpoints):
         return self, endpoints[0]
@@ -151,6 +152,14 @@ class Transports:
             raise self.error
         self.made.append(Arena())
         return self.made[-1]
+
+    def hand_on(self, arena):
+        self.handed_on.append(arena)
+        return endpoint("here")
+
+    def withdraw(self, endpoints):
+        assert endpoints == endpoint("here")
+        self.handed_on.pop()
 
 
 class Here:
@@ -176,19 +185,22 @@ def endpoint(address: str = "a", epoch: bytes = b"e") -> tuple[Endpoint, ...]:
 class Kept:
     """`PeerArenas` of which nothing happens by itself."""
 
-    def __init__(self, supports_mapping: bool = True) -> None:
+    def __init__(self, supports_mapping: bool = True, keeps_orphans: bool = False) -> None:
         self.clock = FakeClock()
         self.transports = Transports(supports_mapping)
         self.threads = Here()
-        self.arenas = PeerArenas(self.transports, self.threads, EngineContext(self.clock), 1e9)
+        context = EngineContext(self.clock)
+        self.arenas = PeerArenas(
+            self.transports, self.threads, context, 1e9, keeps_orphans=keeps_orphans
+        )
 
 
 @pytest.fixture
 def keep():
     made: list[Kept] = []
 
-    def make(supports_mapping: bool = True) -> Kept:
-        made.append(Kept(supports_mapping))
+    def make(supports_mapping: bool = True, keeps_orphans: bool = False) -> Kept:
+        made.append(Kept(supports_mapping, keeps_orphans))
         return made[-1]
 
     yield make
@@ -230,6 +242,8 @@ def test_another_epoch_at_the_address_is_another_arena(keep):
     first = old.get(endpoint())
     old.close(failed=False)
     assert new.get(endpoint(epoch=b"f")) is not first
+    first.alive = False  # its owner was restarted
+    kept.arenas.let_go()
     assert first.closed == 1
 
 
@@ -242,6 +256,46 @@ def test_an_idle_arena_is_kept_where_its_owners_end_will_tell(keep, mapped):
     kept.clock.advance(arenas_module.IDLE_S)
     assert kept.arenas.let_go() is mapped
     assert bool(arena.closed) is not mapped
+
+
+def test_an_orphan_is_read_and_handed_on_as_long_as_it_is_kept(keep):
+    kept = keep(keeps_orphans=True)
+    assert kept.arenas.attach_ahead(endpoint())
+    (arena,) = kept.transports.made
+    arena.alive = False
+    kept.arenas.let_go()
+    for _ in range(5):
+        assert kept.arenas.keep(endpoint(), 60.0) == endpoint("here")
+        kept.clock.advance(arenas_module.IDLE_S - 1)
+        load = kept.arenas.open(waits=False)
+        assert load.get(endpoint()) is arena
+        load.close(failed=False)
+        assert kept.arenas.let_go()
+    assert kept.transports.handed_on == [arena]
+    assert kept.arenas.keep(endpoint(), 0.5)
+    kept.clock.advance(0.5)
+    assert not kept.arenas.let_go()
+    assert arena.closed == 1
+    assert not kept.transports.handed_on
+    assert kept.arenas.keep(endpoint(), 60.0) is None
+
+
+@pytest.mark.parametrize("keeps_orphans", [True, False])
+def test_an_orphan_is_let_go_if_nobody_asks_for_it(keep, keeps_orphans):
+    kept = keep(keeps_orphans=keeps_orphans)
+    kept.arenas.attach_ahead(endpoint())
+    (arena,) = kept.transports.made
+    arena.alive = False
+    assert kept.arenas.let_go() is keeps_orphans
+    kept.clock.advance(arenas_module.NOTICE_S)
+    assert not kept.arenas.let_go()
+    assert arena.closed == 1
+
+
+def test_an_arena_that_is_fetched_has_no_orphan(keep):
+    kept = keep(supports_mapping=False, keeps_orphans=True)
+    kept.arenas.attach_ahead(endpoint())
+    assert kept.arenas.keep(endpoint(), 60.0) is None
 
 
 def test_an_attempt_that_failed_is_made_again(keep):

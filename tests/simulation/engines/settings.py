@@ -99,6 +99,7 @@ ARENA_WAIT_S: Final = 2.0
 LOAD_TIMEOUT_S: Final = 3.0
 HANDOFF_TTL_S: Final = 12.0
 LOOKUP_TIMEOUT_S: Final = 0.25
+ORPHAN_S: Final = 4.0
 ADMISSIONS: Final = ("all", "auto", "all", "second_hit")
 
 
@@ -113,6 +114,7 @@ def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:
         "integrity": shape.integrity,
         "share": shape.hosts,
         "admission": ADMISSIONS[shape.slots % len(ADMISSIONS)],
+        "orphan_s": ORPHAN_S if shape.slots % 3 else 0.0,
         "pin_part": shape.pin_part,
         "tenants": list(shape.tenants),
         "tenant_quota": shape.tenant_quota,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,6 +48,7 @@ class Host:
         self.garbled = 0.0
         self.lied = False
         self.arenas: dict[str, tuple[str, Arena]] = {}
+        self.handed_on: dict[str, tuple[str, View]] = {}
         self.views: dict[str, list[View]] = {}
         self.ranks: dict[tuple[str, int], RankAnswers] = {}
 
@@ -56,12 +58,18 @@ class Host:
             if name == owner:
                 del self.arenas[address]
                 arena.close()
+        for address in [each for each, (name, _) in self.handed_on.items() if name == owner]:
+            del self.handed_on[address]
         for view in list(self.views.get(owner, ())):
             view.close()
         for key in [key for key in self.ranks if key[0] == owner]:
             del self.ranks[key]
         self.neighbourhood.kill(owner)
         self.silent.discard(owner)
+
+    def found(self, address: str) -> "tuple[str, Arena | View] | None":
+        """The owner of what can be attached at an address, and that."""
+        return self.arenas.get(address) or self.handed_on.get(address)
 
     def answer_for_rank(self, owner: str, rank: int, answers: RankAnswers) -> Callable[[], None]:
         """A worker of an engine answers its scheduler half; returns what ends that."""
@@ -92,6 +100,19 @@ class SimulatedRanks:
             found.append(Attached(False) not in answers)
         return found
 
+    def kept(self, orphans: Sequence[tuple[Arenas, float]]) -> list[Arenas | None]:
+        found: list[Arenas | None] = []
+        for arenas, seconds in orphans:
+            asked = [self._host.ranks.get((self._owner, rank)) for rank in range(self._num_ranks)]
+            answers = [
+                None if rank is None else rank[AskAttached](AskAttached(arena, seconds))
+                for rank, arena in zip(asked, arenas, strict=True)
+            ]
+            kept = [each for each in answers if isinstance(each, Attached) and each.attached]
+            there = len(kept) == len(answers)
+            found.append(tuple(each.handed_on for each in kept) if there else None)
+        return found
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -99,8 +120,12 @@ class SimulatedRanks:
 class View(RemoteArena):
     """An arena of a peer."""
 
-    def __init__(self, host: Host, reader: str, endpoint: Endpoint, view: ArenaView) -> None:
+    def __init__(
+        self, host: Host, reader: str, endpoint: Endpoint, view: ArenaView, descriptor: int
+    ) -> None:
         self.endpoint = endpoint
+        self.epoch = endpoint.epoch
+        self.fd = descriptor
         self._host = host
         self._reader = reader
         self._view = view
@@ -110,9 +135,12 @@ class View(RemoteArena):
     def slots(self) -> NDArray[np.uint8]:
         return self._view.slots if self._host.mapped else super().slots
 
+    def descriptor(self) -> int:
+        return os.dup(self.fd)
+
     @property
     def alive(self) -> bool:
-        found = self._host.arenas.get(self.endpoint.address)
+        found = self._host.found(self.endpoint.address)
         return found is not None and found[1].epoch == self.endpoint.epoch
 
     def verify(self, slot: int, generation: int) -> SlotHeader:
@@ -135,6 +163,9 @@ class View(RemoteArena):
 
     def close(self) -> None:
         self._view.close()
+        descriptor, self.fd = self.fd, -1
+        if descriptor >= 0:
+            os.close(descriptor)
         views = self._host.views.get(self._reader, [])
         if self in views:
             views.remove(self)
@@ -157,13 +188,20 @@ class SimulatedTransport(ArenaTransport):
         self._host.arenas[name] = (self._owner, arena)
         return Endpoint.of(arena, self.transport, name)
 
+    def hand_on(self, arena: RemoteArena) -> Endpoint | None:
+        assert isinstance(arena, View)
+        address = f"orphan {arena.epoch.hex()} at {self._owner}, mapped anew"
+        self._host.handed_on[address] = (self._owner, arena)
+        return msgspec.structs.replace(arena.endpoint, address=address)
+
     def withdraw(self, endpoint: Endpoint) -> None:
         self._host.arenas.pop(endpoint.address, None)
+        self._host.handed_on.pop(endpoint.address, None)
 
     def attach(self, endpoint: Endpoint, *, timeout: float) -> RemoteArena:
         host, world = self._host, self._host.world
         world.forbid_waiting("attach")
-        owner, arena = host.arenas.get(endpoint.address, ("", None))
+        owner, arena = host.found(endpoint.address) or ("", None)
         if owner == self._owner and not host.lied:
             raise Violation("own_arena", f"{owner} attaches its own arena")
         if owner in host.silent:
@@ -179,14 +217,18 @@ class SimulatedTransport(ArenaTransport):
                 n_slots=endpoint.n_slots,
                 slot_bytes=endpoint.slot_bytes,
             )
-        finally:
+        except BaseException:
             os.close(descriptor)
-        return View(host, self._owner, endpoint, view)
+            raise
+        return View(host, self._owner, endpoint, view, descriptor)
 
     def close(self) -> None:
         for address, (owner, _) in list(self._host.arenas.items()):
             if owner == self._owner:
                 del self._host.arenas[address]
+        for address, (owner, _) in list(self._host.handed_on.items()):
+            if owner == self._owner:
+                del self._host.handed_on[address]
 
 
 class Shelf:

@@ -6,6 +6,7 @@ found, how long one that has gone is still listed, and what becomes of the hits 
 """
 
 import hashlib
+import math
 import os
 import random
 import weakref
@@ -19,7 +20,14 @@ from omni_connector.arena.block_index import BlockIndex, BlockIndexView, Tags
 from omni_connector.arena.format import EPOCH_BYTES
 from omni_connector.arena.slot_index import Ints
 from omni_connector.prefix.attaching import Arenas
-from omni_connector.prefix.neighbours import LocalEngine, Neighbour, Neighbours
+from omni_connector.prefix.neighbours import (
+    GiveIndex,
+    LocalEngine,
+    Neighbour,
+    Neighbours,
+    Orphans,
+    opened,
+)
 from tests import inspection
 from tests.simulation.surroundings.world import Violation, World
 
@@ -35,6 +43,7 @@ class Neighbourhood:
         late: seconds in which an engine is found, or missed, at most.
         lost: how often hits are not told.
         nonsense: how often hits name other slots, too.
+        short: how often a look finds that memory is short.
         homes: the engines, by owner.
     """
 
@@ -43,6 +52,7 @@ class Neighbourhood:
         self.late = _LOOK_S
         self.lost = 0.0
         self.nonsense = 0.0
+        self.short = 0.0
         self.homes: dict[str, SimulatedNeighbours] = {}
         self._views: weakref.WeakKeyDictionary[BlockIndexView, tuple[str, str]] = (
             weakref.WeakKeyDictionary()
@@ -59,7 +69,7 @@ class Neighbourhood:
         """It has gone, which the others notice after a while."""
         if self.homes.pop(home.owner, None) is not None:
             for other in self.homes.values():
-                self.soon(partial(other.forget, home))
+                self.soon(partial(other.ended, home))
 
     def soon(self, what: Callable[[], object]) -> None:
         """Have something done within the time in which engines are found."""
@@ -102,9 +112,14 @@ class SimulatedNeighbours(Neighbours):
         self.local_engine = replace(local_engine, readers=readers)
         self._neighbourhood = neighbourhood
         self._met: dict[SimulatedNeighbours, Neighbour] = {}
+        world = neighbourhood.world
+        self.orphans = Orphans(
+            self.local_engine, world.clock, lambda: world.chance(neighbourhood.short)
+        )
         self._present: tuple[Neighbour, ...] = ()
         self._follows_at = 0.0
         self._fd = os.dup(local_engine.index.fd)
+        self._indexes: dict[SimulatedNeighbours, int] = {}  # descriptors, of those that were met
         neighbourhood.join(self)
 
     def present(self) -> Sequence[Neighbour]:
@@ -115,8 +130,11 @@ class SimulatedNeighbours(Neighbours):
     def _follow(self) -> None:
         """See what the ranks have attached, as a real engine does about once a second."""
         world, met = self._neighbourhood.world, list(self._met.values())
-        attached = self.local_engine.ranks.attached([each.arenas for each in met])
-        self._present = tuple(each for each, there in zip(met, attached, strict=True) if there)
+        self.orphans.follow()
+        arenas = [each.arenas for each in met] + self.orphans.unkept
+        attached = self.local_engine.ranks.attached(arenas)
+        there = [each for each, there in zip(met, attached, strict=False) if there]
+        self._present = (*there, *self.orphans.present())
         self._follows_at = world.now + (_LOOK_S if all(attached) else _SOON_S) * world.draw.random()
 
     def hit(self, neighbour: Neighbour, slots: Ints, generations: Ints) -> None:
@@ -153,35 +171,68 @@ class SimulatedNeighbours(Neighbours):
         homes = self._neighbourhood.homes
         if self.owner not in homes or other.owner not in homes or ours.readers != theirs.readers:
             return
-        descriptor = os.dup(other._fd)
-        try:
-            view = BlockIndexView.open(
-                descriptor, epoch=theirs.index.epoch, num_slots=theirs.index.num_slots
-            )
-        finally:
-            os.close(descriptor)
+        self.forget(other)
+        view = BlockIndexView.open(
+            other._fd, epoch=theirs.index.epoch, num_slots=theirs.index.num_slots
+        )
+        self._indexes[other] = os.dup(other._fd)
         self._neighbourhood.mapped(self.owner, other.owner, view)
-        self._met[other] = Neighbour(view, theirs.arenas)
+        self._met[other] = Neighbour(view, theirs.arenas, name=other.owner)
+        for epoch in other.orphans.offered():
+            self._take_orphan(other, epoch)
         self._follow()
+
+    def _take_orphan(self, other: "SimulatedNeighbours", epoch: bytes) -> None:
+        gives, descriptor = other.orphans.give(epoch)
+        if isinstance(gives, GiveIndex) and descriptor is not None:
+            orphan, descriptor = opened(gives, descriptor, other.local_engine, other.owner)
+            assert isinstance(orphan.index, BlockIndexView)
+            self._neighbourhood.mapped(self.owner, f"one that {other.owner} knew", orphan.index)
+            self._adopt(orphan, descriptor, gives.seconds)
+
+    def _adopt(self, neighbour: Neighbour, descriptor: int, seconds: float) -> None:
+        self.orphans.adopt(neighbour, descriptor, seconds)
+        self._neighbourhood.soon(self._follow_orphans)
+
+    def _follow_orphans(self) -> None:
+        """An engine that makes no step follows its orphans, too, until there are none."""
+        if self.owner in self._neighbourhood.homes and self.orphans:
+            self._follow()
+            self._neighbourhood.world.later(_LOOK_S, self._follow_orphans)
+
+    def ended(self, other: "SimulatedNeighbours") -> None:
+        """Another engine has gone; what it has kept can still be read for a while."""
+        met = self._met.get(other)
+        keeps = met in self._present and self.local_engine.orphan_s > 0
+        if met is not None and keeps:
+            self._adopt(met, os.dup(self._indexes[other]), math.inf)
+        self.forget(other)
 
     def forget(self, other: "SimulatedNeighbours") -> None:
         """Another engine has gone: its index is mapped as long as a look-up needs it."""
         gone = self._met.pop(other, None)
+        if gone is not None:
+            os.close(self._indexes.pop(other))
         self._present = tuple(each for each in self._present if each is not gone)
 
     def close(self) -> None:
         if self.owner in self._neighbourhood.homes:
             self._neighbourhood.leave(self)
-            self._met.clear()
+            for other in list(self._met):
+                self.forget(other)
+            self.orphans.close()
             self._present = ()
             os.close(self._fd)
 
 
 class _NoRanks:
-    """Those of a process that reads nothing."""
+    """The ranks of a process that reads nothing."""
 
     def attached(self, engines: Sequence[Arenas]) -> list[bool]:
         return [False] * len(engines)
+
+    def kept(self, orphans: Sequence[tuple[Arenas, float]]) -> list[Arenas | None]:
+        return [None] * len(orphans)
 
     def close(self) -> None:
         """Nothing is held."""
