@@ -297,8 +297,28 @@ def test_a_block_that_goes_before_it_is_read_costs_its_computing(sharer, tokens)
     assert_clean(first, second)
 
 
-def test_an_engine_that_has_died_is_no_neighbour_any_more(sharer, tokens):
+def test_what_an_engine_had_is_found_after_its_end_by_others_and_its_successor(
+    sharer, engine, tokens
+):
     first, second = sharer(), sharer()
+    publish(first)
+    first.shutdown()
+    wait(lambda: [each.orphan for each in neighbours(second).present()] == [True])
+    successor = engine("kv_both", extra=SHARE)
+    wait(lambda: any(each.orphan for each in neighbours(successor).present()))
+    for each in (second, successor):
+        assert each.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+        assert each.count("tokens_from_host") > 0
+        assert not each.failures()
+    # Orphans go, so what was read of one is kept.
+    wait(lambda: kept(second) > 0)
+    second.shutdown()
+    assert successor.generate(QUESTION[:-1], 6).tokens == tokens(QUESTION[:-1], 6)
+    assert not successor.failures()
+
+
+def test_an_engine_that_has_died_is_no_neighbour_any_more(sharer, tokens):
+    first, second = sharer(), sharer(extra={"orphan_s": 0})
     publish(first)
     first.shutdown()
     wait(lambda: not neighbours(second).present())
@@ -308,7 +328,7 @@ def test_an_engine_that_has_died_is_no_neighbour_any_more(sharer, tokens):
 
 
 def test_an_engine_whose_arena_is_gone_costs_computing(sharer, tokens):
-    first, second = sharer(), sharer()
+    first, second = sharer(), sharer(extra={"orphan_s": 0})
     publish(first)
     present = neighbours(second).present()
     first.shutdown()

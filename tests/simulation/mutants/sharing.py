@@ -49,6 +49,15 @@ SHARING: Final = (
         ),
     ),
     mutant(
+        "orphans are kept for ever",
+        "what an engine had kept stays mapped long after its end",
+        (
+            "omni_connector.prefix.neighbours",
+            "            if now >= orphan.until or",
+            "            if",
+        ),
+    ),
+    mutant(
         "the own arena is attached",
         "an engine reads its own arena as that of a peer, through its socket",
         (
