@@ -18,6 +18,7 @@ from omni_connector.cli.explained import (
     Explanation,
     Miss,
 )
+from omni_connector.net.status import label, last_part
 
 _RUNS: Final = 12
 """Most runs of blocks that are shown for one group; a table with more cannot be read."""
@@ -52,7 +53,7 @@ def screen(answer: Answer) -> RenderableType:
     table.add_column("first miss", overflow="fold")
     for each in answer.engines:
         table.add_row(
-            Text.assemble(each.engine_id, "\n", (each.model, "dim")),
+            Text.assemble(label(each.engine_id), "\n", (last_part(each.model), "dim")),
             _where(each),
             Text("\n").join(
                 Text(f"{count} {_PLACES[source][0] if source != HOST else 'other arenas'}")
@@ -63,7 +64,9 @@ def screen(answer: Answer) -> RenderableType:
             Text(f"{each.computed} of {each.tokens}"),
             Text("-", "dim") if each.missing is None else _why(each.missing),
         )
-    notes = [Text(f"{each.engine_id}: {note}") for each in answer.engines for note in _notes(each)]
+    notes = [
+        Text(f"{label(each.engine_id)}: {note}") for each in answer.engines for note in _notes(each)
+    ]
     told: tuple[RenderableType, ...] = (table, *notes) if answer.engines else ()
     return Group(*told, *(Text(remark, "yellow") for remark in answer.remarks))
 
@@ -79,7 +82,7 @@ def _where(explanation: Explanation) -> Text:
             lines.append(
                 Text.assemble(
                     f"{run['first_token']}-{run['end_token'] - 1} ",
-                    (f"{place} {run['engine']}".rstrip(), style),
+                    (f"{place} {label(run['engine'])}".rstrip(), style),
                 )
             )
         if len(runs) > _RUNS:
@@ -92,12 +95,14 @@ def _where(explanation: Explanation) -> Text:
 def _why(miss: Miss) -> Text:
     text = f"token {miss.first_token}: {_CAUSES.get(miss.cause, miss.cause)}"
     if miss.evicted_from:
-        text += f"; evicted from the arena of {', '.join(miss.evicted_from)}"
+        text += f"; evicted from the arena of {', '.join(map(label, miss.evicted_from))}"
     return Text(text)
 
 
 def _notes(explanation: Explanation) -> list[str]:
     notes = list(explanation.remarks)
     if explanation.shares_with:
-        notes.append(f"shares with {', '.join(explanation.shares_with)}")
-    return notes + [f"does not share with {name}: {why}" for name, why in explanation.apart.items()]
+        notes.append(f"shares with {', '.join(map(label, explanation.shares_with))}")
+    return notes + [
+        f"does not share with {label(name)}: {why}" for name, why in explanation.apart.items()
+    ]

@@ -13,7 +13,7 @@ from omni_connector.cli.engines import terminable
 from omni_connector.cli.readings import History, Rates, Reading, hit_rates
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError
-from omni_connector.net.status import EngineStatus
+from omni_connector.net.status import EngineStatus, label
 
 FORMAT: Final = 1
 """Version of the JSON document. It grows when a field is removed or changes its meaning."""
@@ -26,7 +26,12 @@ def document(reading: Reading, history: History) -> dict[str, Any]:
         whole = msgspec.to_builtins(engine)
         del whole["format"]
         whole["usage"]["slots_free"] = engine.usage.slots_free
-        return {**whole, "hit_rates": hit_rates([engine]), "rates": rates}
+        return {
+            **whole,
+            "name": label(engine.engine_id),
+            "hit_rates": hit_rates([engine]),
+            "rates": rates,
+        }
 
     total = told(reading.total(), history.total(reading))
     return {

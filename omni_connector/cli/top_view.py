@@ -15,7 +15,7 @@ from rich.text import Text
 
 from omni_connector.cli.namespaces import nobody
 from omni_connector.cli.readings import History, Rates, Reading, hit_rates
-from omni_connector.net.status import EngineStatus, Usage
+from omni_connector.net.status import EngineStatus, Usage, label, last_part
 
 _BAR: Final = 12
 """Width of the bar of slots, in characters."""
@@ -50,6 +50,7 @@ def screen(reading: Reading, history: History, width: int) -> RenderableType:
     if reading.engines:
         parts += [
             _engines(reading, history, width),
+            _whereabouts(reading),
             Columns([_failures(reading), _times(reading)], padding=(0, 4)),
         ]
     else:
@@ -104,7 +105,9 @@ def _engines(reading: Reading, history: History, width: int) -> Table:
         state = reading.state(engine)
         ranks = f"{engine.ranks} x " if engine.ranks > 1 else ""
         table.add_row(
-            Text("\n").join([cell(engine.engine_id), cell(ranks + engine.model, "dim")]),
+            Text("\n").join(
+                [cell(label(engine.engine_id)), cell(ranks + last_part(engine.model), "dim")]
+            ),
             Text.assemble(engine.role.removeprefix("kv_")[:8], "\n", (state, _STATES[state])),
             bar(engine.usage),
             *_numbers(engine, history.rates(engine, reading.time), hit_rates([engine])),
@@ -117,6 +120,22 @@ def _engines(reading: Reading, history: History, width: int) -> Table:
             Text(),
             bar(total.usage),
             *_numbers(total, history.total(reading), hit_rates(reading.engines)),
+        )
+    return table
+
+
+def _whereabouts(reading: Reading) -> Table:
+    """Which process each engine is, and its model, for which the first table has no room."""
+    table = _table("engine", "role", "host", "pid", "model")
+    for column in table.columns[1:]:
+        column.justify = "left"
+    table.padding = (0, 2, 0, 0)
+    table.columns[-1].overflow = "fold"
+    table.columns[-1].no_wrap = False
+    for engine in reading.engines:
+        table.add_row(
+            *map(Text, (label(engine.engine_id), engine.role, engine.host, str(engine.pid))),
+            Text(last_part(engine.model), "dim"),
         )
     return table
 

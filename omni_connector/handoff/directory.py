@@ -363,5 +363,6 @@ class SlotDirectory:
         return self.pool.counts(), len(self._leases)
 
     def status(self) -> Usage:
-        """The same, and how many slots and open hand-offs there are."""
-        return Usage(self.num_slots, *self.usage(), len(self._handoffs))
+        """The same, and how many slots, open hand-offs and pinned slots there are."""
+        pinned = self.pool.num_pinned
+        return Usage(self.num_slots, *self.usage(), len(self._handoffs), pinned)

@@ -14,6 +14,7 @@ import fcntl
 import logging
 import os
 import re
+import socket
 import stat
 import time
 from collections import Counter
@@ -35,9 +36,9 @@ FORMAT: Final = 1
 MAX_BYTES: Final = 1 << 20
 MAX_FILES: Final = 1024
 
-WRITE_S: Final = 0.75
-"""Shortest time between two writes, in seconds. The control channel ticks twice a second, and every
-second tick may write."""
+WRITE_S: Final = 0.4
+"""Shortest time between two writes, in seconds. The control channel ticks twice a second, and each
+tick may write."""
 
 SIGN_OF_LIFE_S: Final = 5.0
 """Seconds after which an engine writes even if nothing has changed."""
@@ -45,6 +46,7 @@ SIGN_OF_LIFE_S: Final = 5.0
 _SWEEP_S: Final = 10.0
 _NAME: Final = re.compile(r"\.?[0-9a-f]{16}\.status")
 _LOOKS: Final = 3
+_DRAWN_ID: Final = re.compile(r"([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}(.*)")
 
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Amount = Annotated[float, Meta(ge=0, le=1e12)]
@@ -68,6 +70,7 @@ class Usage(Struct, frozen=True):
         slots_cached: of them, kept for reuse, and held by nobody.
         leases: hand-offs leased to a peer, each lease counted.
         handoffs_open: hand-offs that have not ended, running prefills included.
+        slots_pinned: the pinned ones of the cached slots.
     """
 
     slots_total: _Count = 0
@@ -75,6 +78,7 @@ class Usage(Struct, frozen=True):
     slots_cached: _Count = 0
     leases: _Count = 0
     handoffs_open: _Count = 0
+    slots_pinned: _Count = 0
 
     @property
     def slots_free(self) -> int:
@@ -90,6 +94,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
         engine_id: by which peers know it.
         role: its `kv_role`.
         model: what peers compare to know that they run the same weights.
+        host: name of its host, or of its container.
         pid: of the process of its scheduler half, as that process sees it.
         vllm, omni_connector: their versions.
         ranks: its tensor-parallel size.
@@ -108,6 +113,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     engine_id: _Text
     role: _Text
     model: _Text
+    host: _Text = ""
     pid: _Count = 0
     vllm: _Text = ""
     omni_connector: _Text = ""
@@ -122,6 +128,24 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     failures: _Counts = {}
     peers: _Counts = {}
     seconds: Annotated[dict[_Text, Durations], Meta(max_length=1024)] = {}
+
+
+def label(engine_id: str) -> str:
+    """A name for an engine that fits a column: ids that vLLM draws are cut, given ones are not.
+
+    `omni-connector explain --engine` takes it, as it is the beginning of the id unless the engine
+    is one data-parallel rank of several.
+
+    >>> label("1c9e4f0a-3c56-4f9e-9d2b-6f1a0c7d8e9f_dp1"), label("prefill-a")
+    ('1c9e4f0a_dp1', 'prefill-a')
+    """
+    drawn = _DRAWN_ID.fullmatch(engine_id)
+    return engine_id if drawn is None else drawn[1] + drawn[2]
+
+
+def last_part(model: str) -> str:
+    """The last part of a model's name or path, as in `Llama-3.1-8B@main`."""
+    return model.rstrip("/").rpartition("/")[2] or model
 
 
 _decoder = msgspec.json.Decoder(EngineStatus)
@@ -211,6 +235,7 @@ class StatusReport:
             engine,
             engine_id=plain(engine.engine_id)[:512],
             model=plain(engine.model)[:512],
+            host=plain(socket.gethostname()),
             pid=os.getpid(),
             omni_connector=__version__,
             started=time.time(),
@@ -368,7 +393,7 @@ def _decoded(text: bytes) -> EngineStatus:
         status,
         **{
             name: plain(getattr(status, name))
-            for name in ("engine_id", "role", "model", "vllm", "omni_connector")
+            for name in ("engine_id", "role", "model", "host", "vllm", "omni_connector")
         },
         **{
             name: {plain(key): value for key, value in getattr(status, name).items()}

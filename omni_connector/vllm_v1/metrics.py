@@ -16,7 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from omni_connector.config import OmniConfig
+from omni_connector.net.status import label
 from omni_connector.runtime.stats import COUNTERS, FAILURE, GAUGES, MISSED, PEER, SECONDS
+from omni_connector.vllm_v1.live_gauges import LiveGauges
 
 _SECONDS_BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5, 30]
 
@@ -153,9 +156,29 @@ class OmniPromMetrics(KVConnectorPromMetrics):
             documentation="Arenas of peers that are read, by transport and why it was taken.",
             labelnames=[*labelnames, "transport", "reason"],
         )
-        for values in per_engine_labelvalues.values():  # so that an unused counter reads 0
+        info = gauge(
+            name="vllm:omni_connector_engine_info",
+            documentation="1; the labels are those of `omni-connector top`.",
+            labelnames=[*labelnames, "engine_id", "name", "role"],
+            multiprocess_mode="mostrecent",
+        )
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        ids = {index: _engine_id(vllm_config, index) for index in per_engine_labelvalues}
+        for index, values in per_engine_labelvalues.items():
             for metric in (*self._counters.values(), *self._gauges.values()):
-                metric.labels(*values)
+                metric.labels(*values)  # so that an unused counter reads 0
+            info.labels(*values, ids[index], label(ids[index]), str(transfer.kv_role)).set(1)
+        namespace = OmniConfig.load(transfer.kv_connector_extra_config).namespace
+        self._ids = ids
+        self._live = LiveGauges(
+            namespace,
+            {
+                ids[index]: {name: each.labels(*values) for name, each in self._gauges.items()}
+                for index, values in per_engine_labelvalues.items()
+            },
+        )
+        self._live.start()
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record what one engine reported."""
@@ -172,5 +195,16 @@ class OmniPromMetrics(KVConnectorPromMetrics):
         for name, durations in transfer_stats_data.get("seconds", {}).items():
             for duration in durations:
                 self._seconds[name].labels(*values).observe(duration)
-        for name, value in transfer_stats_data.get("gauges", {}).items():
+        gauges = transfer_stats_data.get("gauges", {})
+        for name, value in gauges.items():
             self._gauges[name].labels(*values).set(value)
+        if gauges:
+            self._live.forget(self._ids[engine_idx])
+
+
+def _engine_id(vllm_config: VllmConfig, index: int) -> str:
+    """The id of an engine of this server, as vLLM makes it for data-parallel ranks."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    several = vllm_config.parallel_config.data_parallel_size > 1
+    return f"{transfer.engine_id}_dp{index}" if several else str(transfer.engine_id)

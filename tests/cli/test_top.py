@@ -23,7 +23,7 @@ from omni_connector.cli.readings import SILENT_S, History, Reading, hit_rates
 from omni_connector.cli.top import document
 from omni_connector.cli.top_view import bar, screen
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_dir
-from omni_connector.net.status import Durations, EngineStatus, StatusFile, Usage
+from omni_connector.net.status import Durations, EngineStatus, StatusFile, Usage, label
 
 Make = Callable[..., StatusFile]
 ENGINE = EngineStatus(
@@ -102,6 +102,7 @@ def test_one_json_document_tells_all(make: Make, capsys: pytest.CaptureFixture[s
         "slots_free": 3,
         "leases": 1,
         "handoffs_open": 2,
+        "slots_pinned": 0,
     }
     assert prefill["hit_rates"] == {
         "own": 0.35,
@@ -373,3 +374,31 @@ def test_a_terminal_is_left_as_it_was(make: Make, number: signal.Signals, status
     assert b"\x1b[?1049h" in seen  # a screen of its own
     assert b"\x1b[?1049l" in seen.partition(b"\x1b[?1049h")[2]
     assert b"Traceback" not in seen
+
+
+def test_eighty_columns_tell_which_engine_is_which() -> None:
+    drawn = "1c9e4f0a-3c56-4f9e-9d2b-6f1a0c7d8e9f"
+    ours = engine(
+        engine_id=drawn, model="/models/of/ours/Llama-3.1-8B-Instruct", host="node-7", pid=4711
+    )
+    reading = Reading("default", Path("/x"), 1000.0, [ours])
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(screen(reading, History(), 80))
+    lines = console.export_text().splitlines()
+    [where] = [line.split() for line in lines if "4711" in line]
+    assert where == ["1c9e4f0a", "kv_producer", "node-7", "4711", "Llama-3.1-8B-Instruct"]
+    assert max(map(len, lines)) <= 80
+    assert drawn not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "name"),
+    [
+        ("1c9e4f0a-3c56-4f9e-9d2b-6f1a0c7d8e9f", "1c9e4f0a"),
+        ("1c9e4f0a-3c56-4f9e-9d2b-6f1a0c7d8e9f_dp1", "1c9e4f0a_dp1"),
+        ("prefill-on-the-third-floor", "prefill-on-the-third-floor"),
+        ("", ""),
+    ],
+)
+def test_ids_that_were_drawn_are_cut(engine_id: str, name: str) -> None:
+    assert label(engine_id) == name

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the gauges of the arena right in the API server while the engine makes no step.
+
+vLLM carries what an engine counts to the API server with the output of a step, and an idle engine
+makes none: the gauges would show the end of its last step until the next one. The engine's status
+file, which its control channel writes, is newer. A thread of the API server reads it.
+
+An engine core on another host has no file here. Its gauges are those of its last step.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+from omni_connector.errors import OmniError
+from omni_connector.net.runtime import namespace_dir
+from omni_connector.net.status import Usage, read
+
+POLL_S: Final = 0.3
+"""Seconds between two looks. With the engine's own delay the gauges are at most a second old."""
+
+_SLOW_POLL_S: Final = 5.0
+"""Seconds between two looks while no engine of this server has a file: it starts, or is remote."""
+
+
+class SettableGauge(Protocol):
+    """A gauge with its labels, as Prometheus' client and Ray's have it."""
+
+    def set(self, value: float) -> None:
+        """Replace the value."""
+
+
+class LiveGauges:
+    """The gauges of the engines of one server.
+
+    Args:
+        namespace: of the engines.
+        gauges: by engine id, gauges by the names of `Usage`'s fields.
+    """
+
+    def __init__(self, namespace: str, gauges: Mapping[str, Mapping[str, SettableGauge]]) -> None:
+        self._namespace = namespace
+        self._gauges = gauges
+        self._shown: dict[str, Usage] = {}
+
+    def start(self) -> threading.Thread:
+        """Refresh them from now on, until this object is collected or the process ends."""
+        thread = threading.Thread(
+            target=_keep, args=(weakref.ref(self),), name="omni-live-gauges", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def refresh(self) -> bool:
+        """Set the gauges of each engine whose usage has changed; whether any engine has a file."""
+        try:
+            engines, _ = read(namespace_dir(self._namespace))
+        except (OmniError, OSError):  # no engine has made the folder yet
+            return False
+        found = False
+        for engine in engines:
+            gauges = self._gauges.get(engine.engine_id)
+            if gauges is None:
+                continue
+            found = True
+            if self._shown.get(engine.engine_id) != engine.usage:
+                self._shown[engine.engine_id] = engine.usage
+                for name, gauge in gauges.items():
+                    gauge.set(getattr(engine.usage, name))
+        return found
+
+    def forget(self, engine_id: str) -> None:
+        """A step has set the gauges of an engine: set them again at the next look."""
+        self._shown.pop(engine_id, None)
+
+
+def _keep(reference: "weakref.ref[LiveGauges]") -> None:
+    while True:
+        gauges: Any = reference()
+        if gauges is None:
+            return
+        found = gauges.refresh()
+        del gauges  # or nobody could collect it
+        time.sleep(POLL_S if found else _SLOW_POLL_S)
