@@ -12,9 +12,7 @@ from typing import Any, Final
 
 from tests.simulation.engines.answering import PLAIN, Answering
 from tests.simulation.engines.settings import EngineShape
-from tests.simulation.hints import Wish
 from tests.simulation.plan import (
-    LONGEST,
     SLOW_S,
     Event,
     Plan,
@@ -25,9 +23,6 @@ from tests.simulation.plan import (
 from tests.simulation.scenes import hand_off
 
 _OFTEN: Final = 0.2
-
-_LONG_ANSWER: Final = 23
-"""Tokens of a long answer: more than a block of the largest size, 16."""
 
 _CHUNKED: Final = {"window": "chunk", "window and full": "chunk and full"}
 
@@ -168,32 +163,7 @@ def _drafts(plan: Plan, draw: random.Random) -> Plan:
     """Engines propose tokens, of which some are wrong."""
     if has_states(plan.engines[0].family):  # states would have to be rolled back
         return _ends(plan, draw)
-    engines = tuple(_drafting(each, draw) for each in plan.engines)
-    events = list(plan.events)
-    if draw.random() < 0.5:
-        events = [_answering_long(each) for each in events]
-    sharing = [each for each in engines if each.hosts]
-    if sharing and draw.random() < 0.5:
-        # Blocks of answers that are pinned: they fill by several tokens a step.
-        for _ in range(3):
-            how = {
-                "engine": draw.choice(sharing).name,
-                "prompt": (draw.randrange(3), draw.choice((5, 13, 20))),
-                "tokens": _LONG_ANSWER,
-                "priority": 0,
-                "salt": None,
-                "wish": Wish({"pin_s": 600.0}, pin_s=600.0),
-            }
-            events.append(Event("serve", how, draw.choice((10, 100)), 0))
-    return replace(plan, engines=engines, events=_numbered(events))
-
-
-def _answering_long(event: Event) -> Event:
-    """The same with an answer of several blocks."""
-    length = event.how["prompt"][1] if event.what in ("hand_off", "serve") else LONGEST
-    if length + _LONG_ANSWER > LONGEST or getattr(event.how.get("wish"), "prefetch", False):
-        return event
-    return replace(event, how=event.how | {"tokens": _LONG_ANSWER})
+    return replace(plan, engines=tuple(_drafting(each, draw) for each in plan.engines))
 
 
 def _drafting(engine: EngineShape, draw: random.Random) -> EngineShape:
