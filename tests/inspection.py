@@ -209,7 +209,7 @@ def shares_prefixes(half: "OmniScheduler") -> bool:
     return half._shared is not None
 
 
-def block_sizes(half: "OmniScheduler") -> list[tuple[int, int]]:
+def block_sizes(half: "OmniScheduler") -> tuple[tuple[int, int], ...]:
     """Return for each group how many tokens, and how many of vLLM's hashes, a block has."""
     assert half._shared is not None
     return half._shared._block_sizes

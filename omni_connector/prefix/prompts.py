@@ -30,10 +30,10 @@ class SharedGroups:
     hash_block_size: int
 
     @property
-    def block_sizes(self) -> list[tuple[int, int]]:
+    def block_sizes(self) -> tuple[tuple[int, int], ...]:
         """For each group the tokens and the hashes of a block."""
         sizes = [shape.block_size for shape in self.shapes]
-        return [(size, size // self.hash_block_size) for size in sizes]
+        return tuple((size, size // self.hash_block_size) for size in sizes)
 
     @property
     def unit(self) -> int:
@@ -49,7 +49,7 @@ class SharedPrompt:
     loads: bool  # whether its blocks may be loaded; else vLLM computes all of it
     hashed_tokens: int | None  # tokens for which its hashes are right; None: all
     adapter: str  # digest of the LoRA adapter's content; "" without one
-    block_sizes: list[tuple[int, int]]  # of each group: tokens, and hashes, of a block
+    block_sizes: tuple[tuple[int, int], ...]  # of each group: tokens, and hashes, of a block
     sent: list[int]  # for each group, the leading blocks already considered for arena and store
     tenant: int
     hints: Hints

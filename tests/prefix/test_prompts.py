@@ -24,7 +24,7 @@ def shared(adapter: str = "", hashed_tokens: int | None = None, step: int = 1) -
         loads=True,
         hashed_tokens=hashed_tokens,
         adapter=adapter,
-        block_sizes=[(16 * step, step)],
+        block_sizes=((16 * step, step),),
         sent=[0],
         tenant=0,
         hints=Hints(),
