@@ -579,6 +579,11 @@ class HostNeighbours:
                 logger.debug("an orphan of %s is not taken: %s", name, error)
                 continue
             if reply.epoch == epoch:
+                logger.info(
+                    "What an engine that has ended had kept is found for %.0f s more, through %s",
+                    reply.seconds,
+                    name,
+                )
                 self._orphans.adopt(orphan, descriptor, reply.seconds)
             else:
                 os.close(descriptor)

@@ -28,6 +28,10 @@ pytestmark = pytest.mark.e2e
 
 WAIT_S = 20.0
 
+# Longer than an engine takes to start on the slowest machine.
+KEEPS_ORPHANS = {"orphan_s": 600}
+ORPHAN = "What an engine that has ended had kept is found"
+
 
 @dataclass
 class Host:
@@ -62,7 +66,7 @@ class Host:
 
 @pytest.fixture(scope="module")
 def host(engine_pool: Pool) -> Iterator[Host]:
-    engines = [engine_pool.new("share") for _ in range(2)]
+    engines = [engine_pool.new("share", connector=KEEPS_ORPHANS) for _ in range(2)]
     try:
         for engine in engines:
             engine.start()
@@ -153,18 +157,44 @@ def test_a_text_is_explained_by_the_tokenizer_of_the_engine(host: Host) -> None:
         assert tokens == client.post("/tokenize", {"prompt": text})["count"]
 
 
-def test_an_engine_that_is_killed_takes_no_answer_with_it(
+def test_a_killed_engine_takes_no_answer_with_it_and_its_successor_starts_warm(
     host: Host, cases: dict[str, Case]
 ) -> None:
-    case, salt = cases["two-thousand"], new_salt()
+    case, salts = cases["two-thousand"], [new_salt() for _ in range(3)]
     third = host.pool.new("share")
     try:
         third.start()
         third.wait_ready()
-        host.publish(case.prompt, salt, third)
+        for salt in salts:
+            host.publish(case.prompt, salt, third)
         third.kill()
     finally:
         third.stop()
-    failures = host.count("failures")
-    case.check(ask(host.reading.engine, case.prompt, salt))
-    assert host.count("failures") - failures <= 3
+    # One that takes no orphans is the control: it finds nothing.
+    successors = [
+        host.pool.new("share", connector=KEEPS_ORPHANS),
+        host.pool.new("share", connector={"orphan_s": 0}),
+    ]
+    found, failures = host.count("tokens_from_host"), host.count("failures")
+    try:
+        for each in successors:
+            each.start()
+        case.check(ask(host.reading.engine, case.prompt, salts[0]))
+        assert host.count("tokens_from_host") - found == shareable(case.prompt)
+        assert host.count("failures") == failures
+        for each in successors:
+            each.wait_ready()
+        warm, cold = successors
+        deadline = time.monotonic() + WAIT_S
+        while ORPHAN not in warm.log_tail():
+            assert time.monotonic() < deadline, warm.log_tail()
+            time.sleep(0.1)
+        for each, salt, tokens in (
+            (cold, salts[1], 0),
+            (warm, salts[2], shareable(case.prompt)),
+        ):
+            case.check(ask(each, case.prompt, salt))
+            assert each.metric("vllm:omni_connector_tokens_from_host_total") == tokens
+    finally:
+        for each in successors:
+            each.stop()
