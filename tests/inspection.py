@@ -34,6 +34,11 @@ def scheduler_half(connector: "OmniKVConnector") -> "OmniScheduler":
     return connector._scheduler
 
 
+def weight_files(scheduler: "OmniScheduler") -> str:
+    """Return the digest of the weights' files that peers are told; "" until it is made."""
+    return scheduler._channel._compatibility.weight_files or ""
+
+
 def worker_half(connector: "OmniKVConnector") -> "OmniWorker":
     """Return the half of a connector that a worker made."""
     return connector._worker

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import zmq
+from msgspec.structs import replace
 
 from omni_connector.errors import ConfigError, OmniError, PeerUnreachableError, ProtocolError
 from omni_connector.handoff.client import Lease, PeerSession, PendingLease
@@ -167,6 +168,23 @@ class ControlChannel:
             peer = self._peer(address)
             if isinstance(peer, _Peer) and peer.session.failure is None:
                 self._send(peer, [Release(token)])
+
+        self._post(run)
+
+    def learn(self, **fields: str) -> None:
+        """This engine has learned more of its weights: peers are judged by it from now on. Returns
+        at once; any thread may call it.
+
+        Args:
+            fields: of the compatibility key, by name.
+        """
+
+        def run() -> None:
+            self._compatibility = compatibility = replace(self._compatibility, **fields)
+            for peer in self._peers.values():
+                peer.session.learn(compatibility)
+            for answer in self._server.learn(compatibility) if self._server is not None else ():
+                self._guarded(self._reply, *answer)
 
         self._post(run)
 

@@ -143,6 +143,22 @@ class PeerSession:
         """What to send first."""
         return Handshake.of(self._compatibility)
 
+    def learn(self, compatibility: CompatibilityKey) -> None:
+        """This engine has learned more of its weights. The session ends if they differ from those
+        of the peer; loads under way go on."""
+        self._compatibility = compatibility
+        if self._handshake_reply is not None and self.failure is None:
+            self._compare(self._handshake_reply)
+
+    def _compare(self, handshake_reply: HandshakeReply) -> bool:
+        """Whether we can read the peer's slots. If not, the session ends."""
+        difference = handshake_reply.compatibility.difference(self._compatibility)
+        if difference is None:
+            return True
+        field, theirs, ours = difference
+        self.fail(IncompatiblePeerError(field, str(ours), str(theirs)))
+        return False
+
     def request_lease(self, pending: PendingLease) -> list[Request]:
         """Ask for a hand-off; returns what to send now."""
         if self.failure is not None:
@@ -189,10 +205,7 @@ class PeerSession:
                 return self._denied(message)
 
     def _welcomed(self, handshake_reply: HandshakeReply) -> list[Request]:
-        difference = handshake_reply.compatibility.difference(self._compatibility)
-        if difference is not None:  # the peer should have refused us
-            field, theirs, ours = difference
-            self.fail(IncompatiblePeerError(field, str(ours), str(theirs)))
+        if not self._compare(handshake_reply):  # the peer should have refused us
             return []
         self._handshake_reply = handshake_reply
         out: list[Request] = []

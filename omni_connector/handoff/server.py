@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+import msgspec
+
 from omni_connector.errors import ProtocolError
 from omni_connector.handoff.directory import LeaseState, SlotDirectory
 from omni_connector.handoff.messages import (
@@ -81,6 +83,26 @@ class ControlServer:
         # By connection and sequence: the lease request, and until when it waits.
         self._pending: dict[tuple[PeerConnection, int], tuple[LeaseRequest, float]] = {}
         self._told = False
+
+    def learn(self, compatibility: CompatibilityKey) -> list[tuple[PeerConnection, Reply]]:
+        """This engine has learned more of its weights: judge all peers anew.
+
+        No lease ends. A peer is asked for another handshake with its next lease request, or with
+        the one that waits, and repeats that request by itself.
+
+        Returns:
+            The answers to those that wait.
+        """
+        self._compatibility = compatibility
+        self._handshake_reply = msgspec.structs.replace(
+            self._handshake_reply, compatibility=compatibility
+        )
+        self._introduced.clear()
+        waiting, self._pending = self._pending, {}
+        return [
+            (connection, LeaseDenied(sequence, "not_introduced"))
+            for connection, sequence in waiting
+        ]
 
     @property
     def has_pending(self) -> bool:

@@ -193,13 +193,15 @@ class _Digest:
         """See `digest_of_files`."""
         if len(files.weights) > _MAX_FILES:
             raise UnknownFilesError(f"there are more than {_MAX_FILES} files of weights")
-        before = self._each(_version, [*files.configuration, *files.weights])
+        before = self._each(file_version, [*files.configuration, *files.weights])
         for version in before:
             if not version.blob and version.changed > self._unchanged_since:
                 raise UnknownFilesError(f"{version.path} was written after this process began")
         hasher = hashlib.blake2b(digest_size=16)
         for path, content in zip(
-            files.configuration, self._each(_configuration, files.configuration), strict=True
+            files.configuration,
+            self._each(canonical_configuration, files.configuration),
+            strict=True,
         ):
             hasher.update(msgspec.msgpack.encode((path.name, content)))
         headers = self._headers(files.weights)
@@ -213,8 +215,8 @@ class _Digest:
         )
         for path, digest in zip(files.weights, digests, strict=True):
             name = os.path.relpath(path, files.folder)
-            hasher.update(msgspec.msgpack.encode((name, _blob(path), digest)))
-        if self._each(_version, [*files.configuration, *files.weights]) != before:
+            hasher.update(msgspec.msgpack.encode((name, blob_name(path), digest)))
+        if self._each(file_version, [*files.configuration, *files.weights]) != before:
             raise UnknownFilesError("the files are being written")
         return hasher.hexdigest()
 
@@ -245,7 +247,7 @@ class _Digest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Version:
+class FileVersion:
     """A file, as it was at one moment.
 
     Attributes:
@@ -261,7 +263,12 @@ class _Version:
     inode: tuple[int, int]
 
 
-def _version(path: Path) -> _Version:
+def file_version(path: Path) -> FileVersion:
+    """A file as it is now.
+
+    Raises:
+        OSError: it is not there.
+    """
     found = path.stat()
     folder = path.parent
     changed = [found.st_ctime, folder.stat().st_ctime]
@@ -269,12 +276,12 @@ def _version(path: Path) -> _Version:
         link = part.lstat()
         if stat.S_ISLNK(link.st_mode):
             changed.append(link.st_ctime)
-    return _Version(
-        path, bool(_blob(path)), max(changed), found.st_size, (found.st_dev, found.st_ino)
+    return FileVersion(
+        path, bool(blob_name(path)), max(changed), found.st_size, (found.st_dev, found.st_ino)
     )
 
 
-def _blob(path: Path) -> str:
+def blob_name(path: Path) -> str:
     """The name of the blob of Hugging Face's cache to which a file is a link; "" for another."""
     if not path.is_symlink():
         return ""
@@ -283,7 +290,13 @@ def _blob(path: Path) -> str:
     return target.name if digits and target.parent.name == "blobs" else ""
 
 
-def _configuration(path: Path) -> bytes:
+def canonical_configuration(path: Path) -> bytes:
+    """The content of a file of the configuration, without what says nothing of the model.
+
+    Raises:
+        UnknownFilesError: it is too large.
+        OSError: it cannot be read.
+    """
     if path.stat().st_size > _MAX_CONFIGURATION:
         raise UnknownFilesError(f"{path} has more than {_MAX_CONFIGURATION} bytes")
     content = path.read_bytes()

@@ -45,6 +45,9 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
             where there are none: the names of stored blocks depend on the encoded key.
         weights: identifies the files of configuration and weights. It is left out where `model` is
             a `model_id`, or where the files are unknown.
+        weight_files: digest of all bytes of these files. It is left out where `model` is a
+            `model_id`, where the files are unknown, and until it is made. It is no part of any
+            name, because it may come at any time.
     """
 
     model: Text
@@ -59,6 +62,7 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
     scales: Text = ""
     numerics: Text | UnsetType = UNSET
     weights: Text | UnsetType = UNSET
+    weight_files: Text | UnsetType = UNSET
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pickled(self)
@@ -71,16 +75,25 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
 
     def of_sharing(self) -> "CompatibilityKey":
         """The same without a name that says less than the weights do; equal for all that share."""
-        return msgspec.structs.replace(self, model="") if self.weights else self
+        model = "" if self.weights else self.model
+        return msgspec.structs.replace(self, model=model, weight_files=UNSET)
 
     def difference(self, reader: "CompatibilityKey") -> tuple[str, object, object] | None:
         """Why `reader` cannot read our slots: what differs, with both values; None if it can."""
         ours, theirs = self.values(), reader.values()
-        # Names tell two engines apart only where their weights do not.
-        fields = ("weights", *_BESIDES) if self.weights and reader.weights else ("model", *_BESIDES)
-        for field in fields:
+        for field in (self._tells_weights(reader), *_BESIDES):
             if ours[field] != theirs[field]:
                 return field, ours[field], theirs[field]
         return groups_difference(
             self.groups, self.ranks, reader.groups, reader.ranks, self.kv_heads
         )
+
+    def _tells_weights(self, reader: "CompatibilityKey") -> str:
+        """The field that tells whether both engines have the same weights.
+
+        `weights` are those of one rank's memory, so that engines of other layouts have others. The
+        name tells two engines apart only where nothing that both know does.
+        """
+        if self.weights and reader.weights and self.ranks == reader.ranks:
+            return "weights"
+        return "weight_files" if self.weight_files and reader.weight_files else "model"

@@ -33,6 +33,8 @@ from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.server import ControlServer
 from omni_connector.identity.epochs import WeightsEpoch
+from omni_connector.identity.full_digest import WeightFilesDigest
+from omni_connector.identity.weight_files import process_began
 from omni_connector.net.keys import load_key
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import is_dead, loopback_key, runtime_dir, socket_path, tidy
@@ -241,6 +243,7 @@ class _Assembly:
             sender=None if offered is None else self._sender(offered, channel),
             receiver=self._receiver(channel) if receives else None,
             shared=shared,
+            weight_files=self._weight_files(channel),
             events=self._events,
             report=SchedulerReport(self._stats, self._periodic_tasks, directory, self._status),
         )
@@ -294,6 +297,18 @@ class _Assembly:
             on_peer_gone=partial(tidy, self._folder),
             context=self._context,
             sockets=self._surroundings.sockets(),
+        )
+
+    def _weight_files(self, channel: ControlChannel) -> WeightFilesDigest | None:
+        """Makes the digest of the weights' files, which peers compare from then on."""
+        find = self._surroundings.weight_files
+        if find is None or not self._config.handoff:
+            return None
+        return WeightFilesDigest(
+            find=partial(find, self._config, self._vllm_config),
+            unchanged_since=process_began,
+            tell=lambda digest: channel.learn(weight_files=digest),
+            context=self._context,
         )
 
     def _sender(self, directory: SlotDirectory, channel: ControlChannel) -> HandoffSender:

@@ -108,11 +108,47 @@ def weights_id(
         return None
 
 
+def weight_files(config: OmniConfig, vllm_config: "VllmConfig") -> ModelFiles | str | None:
+    """The files from which vLLM has loaded, or the digest of dummy weights, which have none.
+
+    None where the operator says it with `model_id`.
+
+    Raises:
+        UnknownFilesError: it is not known which files these are.
+        OSError: they cannot be looked at.
+    """
+    if config.model_id is not None:
+        return None
+    if vllm_config.load_config.load_format == "dummy":
+        return _dummy_id(vllm_config, process_began())
+    if (pattern := _pattern(vllm_config)) is not None:
+        raise UnknownFilesError(f"only files like {pattern} were loaded")
+    return _loaded_files(vllm_config)
+
+
 def _weights_id(vllm_config: "VllmConfig", unchanged_since: float) -> str:
+    if vllm_config.load_config.load_format == "dummy":
+        return _dummy_id(vllm_config, unchanged_since)
+    found = digest_of_files(_loaded_files(vllm_config), unchanged_since)
+    pattern = _pattern(vllm_config)
+    return found if pattern is None else digest([found, pattern])
+
+
+def _pattern(vllm_config: "VllmConfig") -> str | None:
+    """What the names of the files look like that vLLM loads; None where it loads all."""
+    extra = vllm_config.load_config.model_loader_extra_config
+    return extra.get("pattern") if isinstance(extra, dict) else None
+
+
+def _loaded_files(vllm_config: "VllmConfig") -> ModelFiles:
+    """The files from which vLLM has loaded.
+
+    Raises:
+        UnknownFilesError: it is not known which files these are.
+        OSError: they cannot be looked at.
+    """
     model, load = vllm_config.model_config, vllm_config.load_config
     path, how = model.model_weights or model.model, load.load_format
-    if how == "dummy":
-        return _dummy_id(vllm_config, unchanged_since)
     if how == "tensorizer":
         files = _tensorized(model, load.model_loader_extra_config)
     elif how not in _FROM_FOLDER:
@@ -133,10 +169,7 @@ def _weights_id(vllm_config: "VllmConfig", unchanged_since: float) -> str:
     ]
     if elsewhere:
         raise UnknownFilesError(f"some of its weights lie where {elsewhere[0]} says")
-    found = digest_of_files(files, unchanged_since)
-    extra = load.model_loader_extra_config
-    pattern = extra.get("pattern") if isinstance(extra, dict) else None
-    return found if pattern is None else digest([found, pattern])
+    return files
 
 
 def _place(path: str, model: "ModelConfig", load: Any) -> Path:

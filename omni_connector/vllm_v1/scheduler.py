@@ -29,6 +29,7 @@ from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.truncation import TRUNCATED, truncate, truncation_refusal
 from omni_connector.identity.adapters import AdapterContents
 from omni_connector.identity.epochs import WeightsEpoch
+from omni_connector.identity.full_digest import WeightFilesDigest
 from omni_connector.net.warnings import Warnings
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.runtime.context import EngineContext
@@ -81,6 +82,7 @@ class OmniScheduler:
         receiver: loads hand-offs; None on an engine that loads none.
         shared: shares prefixes through the arenas of the host and a store, closed with this; None
             shares none.
+        weight_files: makes the digest of the weights' files, closed with this; None makes none.
         events: of arena and store, for vLLM to publish; None where it publishes none.
         report: tells vLLM and the status file what was counted; closed with this.
     """
@@ -101,6 +103,7 @@ class OmniScheduler:
         sender: HandoffSender | None,
         receiver: HandoffReceiver | None,
         shared: SharedPrefix | None,
+        weight_files: WeightFilesDigest | None,
         events: KVEvents | None,
         report: SchedulerReport,
     ) -> None:
@@ -117,6 +120,7 @@ class OmniScheduler:
         self._waiting: Collection[str] = sender.waiting if sender is not None else ()
         self._receiver = receiver
         self._shared = shared
+        self._weight_files = weight_files
         self._events = events
         self._stats = context.stats
         self._hint_warnings = Warnings(logger, context.clock)
@@ -473,6 +477,8 @@ class OmniScheduler:
     def close(self) -> None:
         """Stop the control channel, the lookups, and the reading of adapters. Idempotent."""
         self._adapters.close()
+        if self._weight_files is not None:
+            self._weight_files.close()
         self._channel.close()  # first: its thread may void what the index lists
         if self._shared is not None:
             self._shared.close()

@@ -15,6 +15,7 @@ from omni_connector.copy.choice import make_copier
 from omni_connector.copy.copier import BlockCopier
 from omni_connector.copy.ended import CopiesOfRanks, RankCopies
 from omni_connector.copy.host import Sharing
+from omni_connector.identity.weight_files import ModelFiles
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.net import rank_socket
 from omni_connector.net.links import Sockets, ZmqSockets
@@ -27,7 +28,7 @@ from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.opening import open_block_store
 from omni_connector.transports.choice import Transports, make_transports
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads, watch_adapter_loads
-from omni_connector.vllm_v1.identity import weights_id
+from omni_connector.vllm_v1.identity import weight_files, weights_id
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,6 +49,8 @@ class Surroundings:
         ranks: asks the ranks of an engine, in a runtime folder, to attach arenas of neighbours.
         copier: makes what copies between KV blocks and slots, with threads that share in it.
         weights_id: which weights an engine has, by their files; see `identity.weights_id`.
+        weight_files: the files of these weights, or the digest of dummy ones; None leaves out the
+            digest of the files.
         adapter_loads: notes which LoRA adapters vLLM loads in a worker.
         status_file: makes the file, in a runtime folder, that `omni-connector top` reads.
         prefault: whether a thread prefaults the arena's memory.
@@ -67,6 +70,9 @@ class Surroundings:
     ranks: Callable[[Path, str, int], Ranks] = RankSockets
     copier: Callable[[CanonicalKVCaches, SlotLayout, Sharing], BlockCopier] = make_copier
     weights_id: Callable[[OmniConfig, "VllmConfig"], str | None] = weights_id
+    weight_files: Callable[[OmniConfig, "VllmConfig"], ModelFiles | str | None] | None = (
+        weight_files
+    )
     adapter_loads: Callable[["VllmConfig"], AdapterLoads] = watch_adapter_loads
     status_file: Callable[[Path], StatusFile] = StatusFile
     prefault: bool = True

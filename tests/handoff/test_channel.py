@@ -85,6 +85,49 @@ def test_a_peer_that_differs_is_incompatible_at_once_and_again(
         asker.channel.close()
 
 
+@pytest.mark.parametrize("order", [("serving", "asking"), ("asking", "serving")])
+@pytest.mark.parametrize("waits", [False, True], ids=["next", "waiting"])
+def test_digests_that_come_after_the_handshake_break_nothing_where_they_are_equal(
+    start_engine: StartEngine, asker: Asker, order: tuple[str, str], waits: bool
+) -> None:
+    """Whoever learns first, and whether a lease request waits meanwhile or comes later."""
+    pending = threading.Event()
+    engine = start_engine(on_tick=lambda: engine.server.has_pending and pending.set())
+    if not waits:
+        asker.request_lease(engine, engine.handoff()).result(LONG)
+    handoff = engine.handoff(filled=False)
+    channels = {"serving": engine.channel, "asking": asker.channel}
+    future = asker.request_lease(engine, handoff) if waits else None
+    assert not waits or pending.wait(LONG)
+    for side in order:
+        channels[side].learn(weight_files="f")
+    engine.fill(handoff)
+    engine.channel.recheck()
+    lease = (future or asker.request_lease(engine, handoff)).result(LONG)
+    assert lease.token == handoff.token
+    assert "refused_peer" not in engine.counts
+
+
+@pytest.mark.parametrize("order", [("serving", "asking"), ("asking", "serving")])
+def test_digests_that_come_after_the_handshake_end_it_where_they_differ(
+    start_engine: StartEngine, asker: Asker, order: tuple[str, str]
+) -> None:
+    engine = start_engine()
+    lease = asker.request_lease(engine, engine.handoff()).result(LONG)
+    digests = {"serving": (engine.channel, "f"), "asking": (asker.channel, "g")}
+    for side in order:
+        channel, digest = digests[side]
+        channel.learn(weight_files=digest)
+    limit = time.monotonic() + LONG  # each learns on its channel's thread, at once but not now
+    while asker.request_lease(engine, engine.handoff()).exception(LONG) is None:
+        assert time.monotonic() < limit
+    error = failure(asker.request_lease(engine, engine.handoff()))
+    assert isinstance(error, IncompatiblePeerError)
+    assert (error.field, error.ours, error.theirs) == ("weight_files", "g", "f")
+    assert engine.directory.usage()[2] >= 1, "the leases from before are still there"
+    assert lease.token
+
+
 def test_a_pending_lease_request_is_granted_when_the_copies_are_done(
     start_engine: StartEngine, asker: Asker
 ) -> None:

@@ -412,3 +412,43 @@ def test_a_session_without_requests_and_leases_is_idle(
     assert not introduced.session.idle
     clock.advance(60.0)
     assert introduced.session.idle  # there is nothing left to be released
+
+
+def _with_files(reply: HandshakeReply, files: str) -> HandshakeReply:
+    theirs = msgspec.structs.replace(reply.compatibility, weight_files=files)
+    return msgspec.structs.replace(reply, compatibility=theirs)
+
+
+def test_a_session_ends_when_its_engine_learns_that_the_peer_has_other_files(
+    asking: Asking, compatibility: CompatibilityKey, handshake_reply: HandshakeReply
+) -> None:
+    asking.hear(_with_files(handshake_reply, "f"))
+    future, _ = asking.request_lease()
+    asking.session.learn(msgspec.structs.replace(compatibility, weight_files="g"))
+    error = error_of(future)
+    assert isinstance(error, IncompatiblePeerError)
+    assert (error.field, error.ours, error.theirs) == ("weight_files", "g", "f")
+
+
+@pytest.mark.parametrize("theirs", ["f", ""], ids=["equal", "untold"])
+def test_a_session_goes_on_when_its_engine_learns_what_contradicts_nothing(
+    asking: Asking, compatibility: CompatibilityKey, handshake_reply: HandshakeReply, theirs: str
+) -> None:
+    asking.hear(_with_files(handshake_reply, theirs) if theirs else handshake_reply)
+    future, _ = asking.request_lease()
+    learned = msgspec.structs.replace(compatibility, weight_files="f")
+    asking.session.learn(learned)
+    assert not future.done()
+    assert asking.session.handshake() == Handshake.of(learned)
+    asking.hear(asking.granted(1))
+    assert future.result().sequence == 1
+
+
+def test_what_is_learned_before_the_reply_is_compared_with_it(
+    asking: Asking, compatibility: CompatibilityKey, handshake_reply: HandshakeReply
+) -> None:
+    future, _ = asking.request_lease()
+    asking.session.learn(msgspec.structs.replace(compatibility, weight_files="g"))
+    assert not future.done()
+    asking.hear(_with_files(handshake_reply, "f"))
+    assert isinstance(error_of(future), IncompatiblePeerError)

@@ -127,6 +127,53 @@ def test_a_peer_that_differs_is_told_the_field_and_both_values(
     ]
 
 
+def test_a_server_that_learns_of_its_weights_asks_for_another_handshake(
+    introduced: Served, compatibility: CompatibilityKey, handshake_reply: HandshakeReply
+) -> None:
+    handoff = introduced.handoff()
+    later = msgspec.structs.replace(compatibility, weight_files="f")
+    assert introduced.server.learn(later) == []
+    request = introduced.request_for(handoff)
+    assert introduced.say(ALICE, request) == [LeaseDenied(1, "not_introduced")]
+    (reply,) = introduced.say(ALICE, Handshake.of(compatibility))  # which does not know its own
+    assert reply == msgspec.structs.replace(handshake_reply, compatibility=later)
+    (answer,) = introduced.say(ALICE, request)
+    assert isinstance(answer, LeaseGranted)
+
+
+def test_a_peer_with_other_files_is_refused_once_both_are_known(
+    introduced: Served, compatibility: CompatibilityKey
+) -> None:
+    introduced.server.learn(msgspec.structs.replace(compatibility, weight_files="f"))
+    theirs = msgspec.structs.replace(compatibility, weight_files="g")
+    assert introduced.say(ALICE, Handshake.of(theirs)) == [Refused("weight_files", "f", "g")]
+    assert introduced.say(ALICE, introduced.request_for(introduced.handoff())) == [
+        LeaseDenied(1, "not_introduced")
+    ]
+
+
+def test_leases_outlive_what_a_server_learns(
+    introduced: Served, compatibility: CompatibilityKey
+) -> None:
+    handoff = introduced.handoff()
+    (lease,) = introduced.say(ALICE, introduced.request_for(handoff, 5))
+    assert isinstance(lease, LeaseGranted)
+    introduced.server.learn(msgspec.structs.replace(compatibility, weight_files="f"))
+    assert introduced.directory.usage()[2] == 1
+    assert introduced.say(ALICE, Release(handoff.token, 5)) == []
+    assert introduced.directory.usage()[2] == 0
+
+
+def test_a_lease_request_that_waits_is_to_be_repeated(
+    introduced: Served, compatibility: CompatibilityKey
+) -> None:
+    handoff = introduced.handoff(filled=False)
+    assert introduced.say(ALICE, introduced.request_for(handoff, 3)) == []
+    later = msgspec.structs.replace(compatibility, weight_files="f")
+    assert introduced.server.learn(later) == [(ALICE, LeaseDenied(3, "not_introduced"))]
+    assert not introduced.server.has_pending
+
+
 def test_a_refusal_of_long_values_still_fits_the_wire(
     served: Served, compatibility: CompatibilityKey
 ) -> None:

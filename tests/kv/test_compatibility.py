@@ -36,6 +36,43 @@ def test_names_count_only_where_the_weights_of_one_side_are_unknown() -> None:
     assert other.difference(known) == ("model", "another", "m@1")
 
 
+def test_between_other_layouts_the_files_count_where_both_are_known() -> None:
+    """The weights in memory of 1 rank and of 2 differ although the model is the same."""
+    one = compatibility_key(weights="w", weight_files="f")
+    two = compatibility_key(ranks=2, weights="v", weight_files="f")
+    fits = one.difference(two)
+    assert fits is None or fits[0] not in ("weights", "weight_files", "model")
+    renamed = msgspec.structs.replace(two, model="another")
+    assert one.difference(renamed) == fits
+    other = msgspec.structs.replace(two, weight_files="g")
+    assert one.difference(other) == ("weight_files", "f", "g")
+    assert other.difference(one) == ("weight_files", "g", "f")
+
+
+@pytest.mark.parametrize("untold", ["one", "other"])
+def test_until_both_files_are_known_the_names_count(untold: str) -> None:
+    one = compatibility_key(weights="w", weight_files="f")
+    other = compatibility_key(ranks=2, weights="v", weight_files="g", model="another")
+    if untold == "one":
+        one = msgspec.structs.replace(one, weight_files=msgspec.UNSET)
+    else:
+        other = msgspec.structs.replace(other, weight_files=msgspec.UNSET)
+    assert one.difference(other) == ("model", "m@1", "another")
+
+
+def test_between_equal_layouts_the_files_count_where_the_memory_is_unknown() -> None:
+    assert compatibility_key(weight_files="f").difference(compatibility_key(weight_files="g")) == (
+        ("weight_files", "f", "g")
+    )
+    known = compatibility_key(weights="w", weight_files="f")
+    assert known.difference(compatibility_key(weights="w", weight_files="g")) is None
+
+
+def test_a_digest_that_comes_later_changes_no_name() -> None:
+    later = msgspec.structs.replace(ORDINARY, weight_files="f")
+    assert later.of_sharing() == ORDINARY.of_sharing()
+
+
 def test_what_is_left_out_is_told_as_an_empty_text() -> None:
     values = ORDINARY.values()
     assert values["numerics"] == ""

@@ -244,6 +244,7 @@ class Deployment:
             ranks=lambda folder, engine_id, number: SimulatedRanks(self.host, owner, number),
             copier=copier,
             adapter_loads=adapter_loads,
+            weight_files=None,
             status_file=functools.partial(UnwrittenFile, world),
             prefault=False,
             explains=False,

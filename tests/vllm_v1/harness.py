@@ -59,7 +59,7 @@ from omni_connector.vllm_v1 import connector as connector_module
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads
 from omni_connector.vllm_v1.compat import tell_hash_block_size
 from omni_connector.vllm_v1.connector import OmniKVConnector
-from omni_connector.vllm_v1.identity import weights_id
+from omni_connector.vllm_v1.identity import weight_files, weights_id
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.worker import OmniWorker
@@ -129,6 +129,7 @@ class InProcessEngine:
         data_parallel_index: of this engine among those of one deployment.
         events: `--kv-events-config`.
         weights: of the toy; the file in `model` should hold the same.
+        hashes_files: whether it makes the digest of all bytes of its files.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class InProcessEngine:
         data_parallel_index: int = 0,
         events: KVEventsConfig | None = None,
         weights: bytes = b"",
+        hashes_files: bool = False,
     ) -> None:
         _register()
         self._lifecycle = lifecycle or Lifecycle()
@@ -193,6 +195,7 @@ class InProcessEngine:
             ),
             async_scheduling=async_scheduling,
         )
+        self._hashes_files = hashes_files
         self.config.cache_config.prefix_caching_hash_algo = hash_algorithm
         self.config.kv_events_config = events
         # Block 0 is vLLM's null block, which nobody gets.
@@ -288,6 +291,7 @@ class InProcessEngine:
             connector_module.SURROUNDINGS,
             copier=copier,
             weights_id=known,
+            weight_files=weight_files if self._hashes_files else None,
             adapter_loads=adapter_loads,
         )
         with unittest.mock.patch.object(connector_module, "SURROUNDINGS", ours):

@@ -25,8 +25,10 @@ from omni_connector.identity.weight_files import (
     process_began,
 )
 from omni_connector.stores.shared_blocks import key_prefix, readers_id
+from omni_connector.vllm_v1 import assembly
 from omni_connector.vllm_v1.identity import compatibility, weights_id
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
+from tests import inspection
 from tests.toy import BLOCK, LAYERS, kv_cache_config, write_model
 
 from .harness import HANDOFF, InProcessEngine, prompt, wait
@@ -468,6 +470,43 @@ def test_a_model_that_is_replaced_in_place_gets_no_hits(at, shelf, engine, tmp_p
     assert loaded(second) == 0
     assert second.failures() == {"incompatible_peer": 1}
     first.directory.close(bytes.fromhex(answer["omni_token"]))
+
+
+@pytest.fixture
+def _files_are_old(monkeypatch):
+    """In this process models are written at any time."""
+    monkeypatch.setattr(assembly, "process_began", lambda: math.inf)
+
+
+@pytest.mark.usefixtures("_files_are_old")
+@pytest.mark.parametrize("hashes", [True, False], ids=["known files", "names alone"])
+def test_engines_of_other_layouts_compare_the_files(at, tokens, hashes):
+    """They lie at two paths, so that names alone do not suffice."""
+    prefill = at("model", ranks=2, hashes_files=hashes)
+    decode = at("copy", hashes_files=hashes)
+    if hashes:
+        wait(lambda: inspection.weight_files(prefill.half) and inspection.weight_files(decode.half))
+    answer = prefill.generate(TEXT, params=HANDOFF).params
+    assert decode.generate(TEXT, 6, params=answer).tokens == tokens(TEXT, 6)
+    assert decode.count("handoffs_received") == hashes
+    assert decode.failures() == ({} if hashes else {"incompatible_peer": 1})
+    if not hashes:
+        prefill.directory.close(bytes.fromhex(answer["omni_token"]))
+
+
+@pytest.mark.usefixtures("_files_are_old")
+def test_engines_of_other_layouts_and_other_weights_refuse_each_other(at, engine, tmp_path, log):
+    """The model at one path was replaced between their starts, so that names do not tell."""
+    prefill = at("model", b"first", ranks=2, hashes_files=True)
+    wait(lambda: inspection.weight_files(prefill.half))
+    decode = at("model", b"other", hashes_files=True)
+    wait(lambda: inspection.weight_files(decode.half))
+    answer = prefill.generate(TEXT, params=HANDOFF).params
+    tokens = decode.generate(TEXT, 6, params=answer).tokens
+    assert tokens == engine(at=tmp_path / "model", weights=b"other").generate(TEXT, 6).tokens
+    assert decode.failures() == {"incompatible_peer": 1}
+    assert any("weight_files" in line for line in log)
+    prefill.directory.close(bytes.fromhex(answer["omni_token"]))
 
 
 def test_an_engine_of_unknown_weights_shares_with_nobody(at, shelf, log, tokens):
