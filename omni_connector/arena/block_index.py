@@ -36,7 +36,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.arena.arena import SEALS, memfd, require_sealed
-from omni_connector.arena.format import EPOCH_BYTES, PAGE_BYTES
+from omni_connector.arena.format import EPOCH_BYTES, PAGE_BYTES, format_versions
 from omni_connector.arena.native_probe import native_probe
 from omni_connector.arena.prefault import overcommit_is_strict
 from omni_connector.arena.slot_index import Ints
@@ -90,7 +90,8 @@ def index_bytes(num_slots: int) -> int:
     return _sections(num_slots)[-1]
 
 
-def _header(num_slots: int, epoch: bytes) -> bytes:
+def header_bytes(num_slots: int, epoch: bytes) -> bytes:
+    """The first bytes of an index of this epoch, for an arena of so many slots."""
     fields = _HEADER.pack(_MAGIC, _VERSION, _CELLS, num_slots, index_bytes(num_slots), epoch)
     return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
 
@@ -246,7 +247,7 @@ class BlockIndex(_Table):
             if overcommit_is_strict():
                 os.posix_fallocate(fd, 0, size)
             mapped = mmap.mmap(fd, size)
-            mapped[:_HEADER_BYTES] = _header(num_slots, epoch)
+            mapped[:_HEADER_BYTES] = header_bytes(num_slots, epoch)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         except (OSError, ValueError) as error:
             os.close(fd)
@@ -362,7 +363,7 @@ class BlockIndexView(_Table):
         except (OSError, ValueError) as error:
             raise TransportError(f"cannot map the peer's {size} bytes: {error}") from error
         try:
-            _check_header(mapped[:_HEADER_BYTES], num_slots, epoch)
+            check_header(mapped[:_HEADER_BYTES], num_slots, epoch)
         except ProtocolError:
             mapped.close()
             raise
@@ -448,16 +449,22 @@ def _probe(indexes: Sequence[_Table], tags: Tags, places: NDArray[np.int64]) -> 
     return begin
 
 
-def _check_header(found: bytes, num_slots: int, epoch: bytes) -> None:
+def check_header(found: bytes, num_slots: int, epoch: bytes) -> None:
+    """Raise unless these are the first bytes of an index of this epoch; see `header_bytes`.
+
+    Raises:
+        ProtocolError: this is no index, or not the announced one.
+        IncompatiblePeerError: it has another format or epoch.
+    """
     if len(epoch) != EPOCH_BYTES:
         raise ProtocolError(f"an epoch of {len(epoch)} bytes names no arena")
-    if found == _header(num_slots, epoch):
+    if found == header_bytes(num_slots, epoch):
         return
     magic, version, _, _, _, their_epoch = _HEADER.unpack_from(found)
     if magic != _MAGIC:
         raise ProtocolError(f"the peer's memory starts with {magic!r}, it is no index")
     if version != _VERSION:
-        raise IncompatiblePeerError("index format version", _VERSION, version)
+        raise IncompatiblePeerError("index format version", *format_versions(_VERSION, version))
     if their_epoch != epoch:
         raise IncompatiblePeerError("arena epoch", epoch.hex(), their_epoch.hex())
     raise ProtocolError("the peer's header does not describe the index it announced")

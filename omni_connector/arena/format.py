@@ -24,6 +24,7 @@ from omni_connector.errors import (
     SlotPendingError,
     StaleSlotError,
 )
+from omni_connector.net.packets import PACKAGE
 
 PAGE_BYTES: Final = 4096
 HEADER_BYTES: Final = 64
@@ -171,13 +172,18 @@ class ArenaGeometry:
         if magic != _MAGIC:
             raise ProtocolError(f"the peer's memory starts with {magic!r}, it is no arena")
         if version != _VERSION:
-            raise IncompatiblePeerError("arena format version", _VERSION, version)
+            raise IncompatiblePeerError("arena format version", *format_versions(_VERSION, version))
         if their_epoch != epoch:
             raise IncompatiblePeerError("arena epoch", epoch.hex(), their_epoch.hex())
         if (n_slots, slot_bytes) != (self.n_slots, self.slot_bytes):
             wanted = f"{self.n_slots} x {self.slot_bytes}"
             raise IncompatiblePeerError("arena size", wanted, f"{n_slots} x {slot_bytes}")
         raise ProtocolError("the peer's superblock does not describe the arena it announced")
+
+
+def format_versions(ours: object, theirs: object) -> tuple[str, str]:
+    """Both versions of a format, for a refusal. Memory does not tell which package wrote it."""
+    return f"{ours} ({PACKAGE})", f"{theirs} (another version of omni-connector)"
 
 
 def state_of(status: int) -> int:

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from omni_connector.errors import ProtocolError
 from omni_connector.kv.compatibility import MAX_GROUPS, MAX_RANKS, CompatibilityKey, Count, Text
+from omni_connector.net.packets import PACKAGE
 from omni_connector.net.zeromq import MAX_MESSAGE_BYTES
 from omni_connector.transports.base import Endpoint
 
@@ -32,16 +33,23 @@ DigestKind = Literal["blocks", "tokens"]
 
 
 class Handshake(msgspec.Struct, frozen=True, tag=True):
-    """First message of a session, from the side that wants to read: the protocol version, and a
-    `CompatibilityKey`. That stays encoded, as another version's may have other fields."""
+    """First message of a session, from the side that wants to read.
+
+    Attributes:
+        protocol: its version of these messages.
+        compatibility: a `CompatibilityKey`. It stays encoded, as another version's may have other
+            fields.
+        package: what a refusal says of the reader; see `net.packets.PACKAGE`.
+    """
 
     protocol: Count
     compatibility: msgspec.Raw
+    package: Text = ""
 
     @classmethod
     def of(cls, compatibility: CompatibilityKey) -> "Handshake":
         """Our own first message."""
-        return cls(PROTOCOL_VERSION, msgspec.Raw(_encoder.encode(compatibility)))
+        return cls(PROTOCOL_VERSION, msgspec.Raw(_encoder.encode(compatibility)), PACKAGE)
 
     def decode_compatibility(self) -> CompatibilityKey:
         """The peer's compatibility key.

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from omni_connector.handoff.messages import TOKEN_BYTES
+from omni_connector.net.packets import PACKAGE, package_of
 from omni_connector.net.peers import MAX_HOST_CHARS, HostPort, Peers, is_loopback, parse_host
 
 PARAMS_VERSION: Final = 1
@@ -38,6 +39,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
         remote_host, remote_port: its control address between hosts; null: it has none.
         omni_version: version of these keys.
         omni_epoch, omni_token: the prefill engine's epoch and the hand-off's token, in hex.
+        omni_package: what a refusal says of the prefill engine; see `net.packets.PACKAGE`.
     """
 
     remote_engine_id: Annotated[str, Meta(min_length=1, max_length=512)]
@@ -46,6 +48,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     omni_version: int
     omni_epoch: _Hex
     omni_token: _Hex
+    omni_package: Annotated[str, Meta(max_length=64)] = ""
 
     @property
     def epoch(self) -> bytes:
@@ -93,7 +96,11 @@ def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
         raise _malformed(str(error)) from None
     version, host = remote.omni_version, remote.remote_host
     if version != PARAMS_VERSION:
-        raise _malformed(f"omni_version is {version}, this engine supports {PARAMS_VERSION}")
+        theirs = package_of(remote.omni_package)
+        raise _malformed(
+            f"omni_version is {version} ({theirs}), this engine supports {PARAMS_VERSION} "
+            f"({PACKAGE})"
+        )
     if (host is None) != (remote.remote_port is None):
         raise _malformed("of remote_host and remote_port only one is set")
     if host is not None:
@@ -163,6 +170,7 @@ def handoff_answer(
         "omni_version": PARAMS_VERSION,
         "omni_epoch": epoch.hex(),
         "omni_token": token.hex(),
+        "omni_package": PACKAGE,
     }
 
 

@@ -28,6 +28,7 @@ from omni_connector.handoff.messages import (
     decode_request,
 )
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.net.packets import PACKAGE, package_of
 from omni_connector.runtime.bounded import BoundedMap
 
 logger = logging.getLogger("vllm.omni_connector.handoff")
@@ -159,12 +160,15 @@ class ControlServer:
     def _introduce(self, connection: PeerConnection, handshake: Handshake) -> Reply:
         if handshake.protocol != PROTOCOL_VERSION:
             self._count("refused_peer")
-            return Refused("protocol", str(PROTOCOL_VERSION), str(handshake.protocol))
+            package = package_of(handshake.package)
+            said = f"{handshake.protocol} ({package})"
+            return Refused("protocol", f"{PROTOCOL_VERSION} ({PACKAGE})", said)
         try:
             reader = handshake.decode_compatibility()
         except ProtocolError:
             self._count("malformed_message")
-            return Refused("compatibility", "", "malformed")
+            package = package_of(handshake.package)
+            return Refused("compatibility", PACKAGE, f"malformed ({package})")
         difference = self._compatibility.difference(reader)
         if difference is not None:
             self._count("refused_peer")

@@ -9,6 +9,7 @@ from typing import Any, Final
 from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder
 
+from omni_connector import __version__
 from omni_connector.errors import (
     IncompatiblePeerError,
     PeerRefusedError,
@@ -18,6 +19,10 @@ from omni_connector.errors import (
 from omni_connector.net.status import plain
 
 PROTOCOL: Final = 2
+
+PACKAGE: Final = f"omni-connector {__version__}"
+"""What a refusal says of this side, so that its one line names both versions of the package."""
+
 MAX_MESSAGE_BYTES: Final = 65536
 
 
@@ -27,11 +32,21 @@ def require_protocol(found: int, wanted: int = PROTOCOL) -> None:
         raise ValueError(f"protocol {found}, wanted {wanted}")
 
 
+def package_of(said: str) -> str:
+    """What a peer says of its package, for a message; it may say anything, or nothing."""
+    return plain(said[:64]) or "an omni-connector that does not tell its version"
+
+
 class Refusal(Struct, frozen=True, tag="refusal"):
-    """The question was not understood, or will not be answered."""
+    """The question was not understood, or will not be answered.
+
+    Attributes:
+        package: of who refuses; see `PACKAGE`.
+    """
 
     reason: str
     protocol: int = PROTOCOL
+    package: str = ""
 
 
 def receive(connection: socket.socket, *, with_fd: bool) -> tuple[bytes, list[int]]:
@@ -68,9 +83,17 @@ def read_answer(
         except (MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"the peer's answer is malformed: {error}") from error
         if isinstance(answer, Refusal):
+            theirs = package_of(answer.package)
             if answer.protocol != PROTOCOL:
-                raise IncompatiblePeerError("transport protocol", PROTOCOL, answer.protocol)
-            raise PeerRefusedError(f"the peer refuses: {plain(answer.reason[:200])}")
+                raise IncompatiblePeerError(
+                    "transport protocol",
+                    f"{PROTOCOL} ({PACKAGE})",
+                    f"{answer.protocol} ({theirs})",
+                )
+            said = f"the peer refuses: {plain(answer.reason[:200])}"
+            if answer.package != PACKAGE:
+                said += f" (it is {theirs}, this is {PACKAGE})"
+            raise PeerRefusedError(said)
         if len(descriptors) != int(with_fd):
             raise ProtocolError(f"{type(answer).__name__} came with {len(descriptors)} descriptors")
     except BaseException:

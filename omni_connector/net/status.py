@@ -388,7 +388,10 @@ def _decoded(text: bytes) -> EngineStatus:
         raise ValueError(f"it has more than {MAX_BYTES} bytes")
     status = _decoder.decode(text)
     if status.format != FORMAT:
-        raise ValueError(f"its format is {status.format}, and this version reads {FORMAT}")
+        raise ValueError(
+            f"its format is {status.format} (omni-connector {plain(status.omni_connector[:64])}), "
+            f"and this one reads {FORMAT} (omni-connector {__version__})"
+        )
     return msgspec.structs.replace(
         status,
         **{

@@ -34,7 +34,7 @@ from omni_connector.errors import (
 from omni_connector.net import runtime
 from omni_connector.net.descriptors import reason
 from omni_connector.net.forks import forget_in_child
-from omni_connector.net.packets import Refusal, close_all, read_answer, receive
+from omni_connector.net.packets import PACKAGE, Refusal, close_all, read_answer, receive
 from omni_connector.net.warnings import Warnings
 from omni_connector.runtime.turns import WOKEN, TurnThread
 
@@ -389,7 +389,7 @@ class Listener:
             return
         except (MsgspecError, ProtocolError, UnicodeDecodeError, RecursionError) as error:
             self._warnings.warn("A peer sent a malformed question: %s", error)
-            self._send(connection, Refusal(str(error)[:200]), None)
+            self._send(connection, Refusal(str(error)[:200], package=PACKAGE), None)
             self._forget(connection)
             return
         if answer is not None:
@@ -402,7 +402,7 @@ class Listener:
             raise
         except Exception:  # the other questions are answered all the same
             logger.exception("A question of a peer could not be answered; please report it")
-            return Refusal("the answer failed; the log there says why"), None
+            return Refusal("the answer failed; the log there says why", package=PACKAGE), None
 
     def _send(self, connection: socket.socket, answer: Struct, fd: int | None) -> None:
         rights = array.array("i", [] if fd is None else [fd])

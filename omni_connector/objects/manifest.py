@@ -15,7 +15,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.arena.format import format_versions
 from omni_connector.errors import IntegrityError
+from omni_connector.net.status import plain
 from omni_connector.objects.object_store import host_bytes
 
 FRAGMENT_BYTES: Final = 8 << 20
@@ -66,6 +68,10 @@ class Version(msgspec.Struct, frozen=True):
         fields = manifest[: _FIELDS.size].tobytes()
         (fields_checksum,) = _FIELDS_CHECKSUM.unpack_from(manifest.data, _FIELDS.size)
         magic, length, fragment_bytes, version, own, checksum = _FIELDS.unpack(fields)
+        if magic != _MAGIC and magic.startswith(_MAGIC[:-1]):
+            theirs_format = plain(magic[-1:].decode("latin-1"))
+            ours, theirs = format_versions(_MAGIC[-1:].decode(), theirs_format)
+            raise IntegrityError(f"the manifest has format {theirs}, this side reads {ours}")
         if magic != _MAGIC or fields_checksum != xxhash.xxh3_64_intdigest(fields):
             raise IntegrityError("what is under the key is no manifest of an object")
         if own != digest:

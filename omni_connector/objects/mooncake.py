@@ -21,7 +21,7 @@ from omni_connector.errors import ConfigError, PeerUnreachableError, ProtocolErr
 from omni_connector.net.keys import ClusterKey, load_key
 from omni_connector.net.links import ZmqPoller
 from omni_connector.net.listener import TcpListener
-from omni_connector.net.packets import Refusal
+from omni_connector.net.packets import PACKAGE, Refusal
 from omni_connector.net.peers import HostPort, Peers, is_loopback, parse_host
 from omni_connector.net.resolver import Resolver
 from omni_connector.net.runtime import loopback_key
@@ -391,7 +391,7 @@ class ObjectServer:
             except ProtocolError as error:
                 # Without an answer an asker of another version would wait for its deadline.
                 self._warnings.warn("%s", error)
-                answer = Refusal(str(error)[:200])
+                answer = Refusal(str(error)[:200], package=PACKAGE)
             else:
                 if isinstance(question, Read):
                     self._note(question)

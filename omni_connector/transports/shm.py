@@ -31,7 +31,7 @@ from omni_connector.errors import (
 from omni_connector.net import runtime
 from omni_connector.net.descriptors import reason
 from omni_connector.net.forks import forget_in_child
-from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
+from omni_connector.net.packets import PACKAGE, PROTOCOL, Refusal, require_protocol
 from omni_connector.net.unix import Connection, Listener
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 
@@ -261,7 +261,8 @@ class SharedMemoryTransport(ArenaTransport):
         with self._lock:
             export = self._exports.get(question.epoch)
             if export is None:
-                return Refusal("there is no arena of this epoch here (any more)"), None
+                refusal = "there is no arena of this epoch here (any more)"
+                return Refusal(refusal, package=PACKAGE), None
             return export.reply, os.dup(export.fd)
 
     def _check_open(self) -> None:

@@ -19,6 +19,7 @@ from omni_connector.handoff.params import (
     wants_handoff,
     wants_remote_kv,
 )
+from omni_connector.net.packets import PACKAGE
 from omni_connector.net.peers import HostPort, Peers
 
 EPOCH, TOKEN = bytes(range(16)), b"\xff" * 16
@@ -69,6 +70,7 @@ def test_an_answer_has_the_keys_that_routers_made_for_nixl_forward() -> None:
         "omni_version": PARAMS_VERSION,
         "omni_epoch": EPOCH.hex(),
         "omni_token": TOKEN.hex(),
+        "omni_package": PACKAGE,
     }
 
 

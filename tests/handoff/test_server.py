@@ -27,6 +27,7 @@ from omni_connector.handoff.messages import (
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import ControlServer, PeerConnection
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.net.packets import PACKAGE
 from omni_connector.runtime.context import EngineContext
 from omni_connector.testing import FakeClock
 
@@ -105,7 +106,8 @@ def test_a_peer_of_another_protocol_is_refused(
 ) -> None:
     other = PROTOCOL_VERSION + 1
     answer = served.say(ALICE, msgspec.structs.replace(Handshake.of(compatibility), protocol=other))
-    assert answer == [Refused("protocol", str(PROTOCOL_VERSION), str(other))]
+    both = f"{PROTOCOL_VERSION} ({PACKAGE})", f"{other} ({PACKAGE})"
+    assert answer == [Refused("protocol", *both)]
     assert served.counts["refused_peer"] == 1
 
 
@@ -450,7 +452,13 @@ def test_a_peer_without_a_page_is_refused(served: Served, compatibility: Compati
     shape = msgspec.to_builtins(group_shape()) | {"pages": []}
     plain = msgspec.to_builtins(compatibility) | {"groups": [shape]}
     handshake = Handshake(PROTOCOL_VERSION, msgspec.Raw(msgspec.msgpack.encode(plain)))
-    assert served.say(ALICE, handshake) == [Refused("compatibility", "", "malformed")]
+    assert served.say(ALICE, handshake) == [
+        Refused(
+            "compatibility",
+            PACKAGE,
+            "malformed (an omni-connector that does not tell its version)",
+        )
+    ]
     assert served.counts == {"malformed_message": 1}
 
 
