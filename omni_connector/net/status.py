@@ -298,6 +298,10 @@ class StatusReport:
                 logger.warning("`omni-connector top` does not show this engine: %s", error)
             self._warned = True
 
+    def current(self) -> EngineStatus:
+        """What the file would say now."""
+        return msgspec.structs.replace(self._status(), written=time.time())
+
     def close(self) -> None:
         """Remove the file. Idempotent."""
         self._closed = True

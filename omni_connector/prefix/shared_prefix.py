@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from omni_connector.copy.ledger import CopyWork, EngineRequest
 from omni_connector.errors import OmniError
+from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.explain import ExplainedEngine, Explainer
 from omni_connector.prefix.hints import NO_HINTS, HintRules, Hints
@@ -109,6 +110,10 @@ class SharedPrefix:
             )
         except OmniError as error:
             logger.warning("`omni-connector explain` does not know this engine: %s", error)
+
+    def explains(self) -> RankAnswers:
+        """What answers the questions of `omni-connector explain`; nothing where it cannot ask."""
+        return {} if self._explainer is None else self._explainer.answers()
 
     def hint(self, request_id: str, asked: Hints) -> Hints:
         """Note the hints of a request before it is added; returns those that are followed."""

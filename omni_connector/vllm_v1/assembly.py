@@ -56,6 +56,7 @@ from omni_connector.runtime.trace import FileTrace
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.shared_blocks import key_prefix, readers_id
 from omni_connector.vllm_v1.compat import hash_block_size, most_blocks_of_a_prompt
+from omni_connector.vllm_v1.control_calls import AskStatus, ControlCalls, Status
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.identity import compatibility, hash_id
 from omni_connector.vllm_v1.load_room import LoadRoom
@@ -245,6 +246,7 @@ class _Assembly:
             shared=shared,
             weight_files=self._weight_files(channel),
             events=self._events,
+            calls=self._calls(shared),
             report=SchedulerReport(self._stats, self._periodic_tasks, directory, self._status),
         )
 
@@ -298,6 +300,14 @@ class _Assembly:
             context=self._context,
             sockets=self._surroundings.sockets(),
         )
+
+    def _calls(self, shared: SharedPrefix | None) -> ControlCalls:
+        """What this engine answers through vLLM."""
+        calls = ControlCalls()
+        calls.register({AskStatus: lambda _: Status(self._status.current())})
+        if shared is not None:
+            calls.register(shared.explains())
+        return calls
 
     def _weight_files(self, channel: ControlChannel) -> WeightFilesDigest | None:
         """Makes the digest of the weights' files, which peers compare from then on."""

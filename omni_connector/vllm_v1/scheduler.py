@@ -39,6 +39,7 @@ from omni_connector.vllm_v1.compat import (
     hash_block_size,
     worker_stats,
 )
+from omni_connector.vllm_v1.control_calls import ControlCalls
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.load_room import LoadRoom
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMetadata
@@ -84,6 +85,7 @@ class OmniScheduler:
             shares none.
         weight_files: makes the digest of the weights' files, closed with this; None makes none.
         events: of arena and store, for vLLM to publish; None where it publishes none.
+        calls: answers what is asked through vLLM.
         report: tells vLLM and the status file what was counted; closed with this.
     """
 
@@ -105,6 +107,7 @@ class OmniScheduler:
         shared: SharedPrefix | None,
         weight_files: WeightFilesDigest | None,
         events: KVEvents | None,
+        calls: ControlCalls,
         report: SchedulerReport,
     ) -> None:
         self._trace = context.trace
@@ -124,6 +127,7 @@ class OmniScheduler:
         self._events = events
         self._stats = context.stats
         self._hint_warnings = Warnings(logger, context.clock)
+        self.answer_call = calls.answer
         self._report = report
         self._adapters = AdapterContents(context, vllm_config.parallel_config.tensor_parallel_size)
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
