@@ -27,6 +27,7 @@ BENCHMARKS = (
     "conversations",
     "timeline",
     "serving",
+    "weight_files",
     "hostile_bytes",
 )
 
