@@ -147,7 +147,8 @@ def test_what_a_release_wrote_is_understood_or_refused_by_both_versions(
 def test_this_version_writes_what_its_fixtures_say() -> None:
     """After a change of the wire: a new version, or new fixtures of one that is not released."""
     for name, make in wire.FILES.items():
-        assert (FIXTURES / __version__ / f"{name}.bin").read_bytes() == make(), name
+        kept = (FIXTURES / __version__ / f"{name}.bin").read_bytes()
+        assert kept == make(), f"{name}: see CONTRIBUTING.md, scripts/wire_fixtures.py"
 
 
 @pytest.mark.parametrize("name", sorted(set(wire.FILES) - REFUSALS - {"params.none"}))
