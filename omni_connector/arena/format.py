@@ -60,7 +60,8 @@ class SlotHeader(msgspec.Struct, frozen=True, gc=False):
         state: only a `PUBLISHED` slot may be read.
         key: up to 32 bytes that name the content.
         length: bytes of content, from the start of the slot.
-        checksum: xxh3_64 of the content, or 0 if the owner computes none.
+        checksum: xxh3_64 of the content, or 0 if the owner computes none. The copier computes it
+            with the copy (`copy.jobs.Saver`), and `Arena.publish` writes it.
     """
 
     generation: int

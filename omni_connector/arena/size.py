@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from omni_connector.arena.huge_pages import HugePages
-from omni_connector.arena.reservations import Reservation, sizing_lock, unclaimed_bytes
+from omni_connector.arena.memory_claims import Reservation, sizing_lock, unclaimed_bytes
 from omni_connector.errors import ConfigError
 from omni_connector.kv.shapes import GroupShape
 
@@ -79,7 +79,7 @@ class ArenaSizing:
         sharers: arenas of this deployment on this host.
         reserved: bytes that the engine's KV caches on this host will take, perhaps not touched yet.
         huge_pages: the configured setting.
-        deployment: identifies the deployment on the host; see `reservations`.
+        deployment: identifies the deployment on the host; see `memory_claims`.
     """
 
     given: int | None

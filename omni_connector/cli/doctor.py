@@ -23,7 +23,7 @@ import msgspec
 
 from omni_connector.arena.arena import Arena, ArenaView
 from omni_connector.arena.huge_pages import explain, pool
-from omni_connector.arena.reservations import unclaimed_bytes
+from omni_connector.arena.memory_claims import unclaimed_bytes
 from omni_connector.arena.size import (
     LARGEST_PART,
     ORDINARY_PART,

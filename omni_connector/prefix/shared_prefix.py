@@ -10,6 +10,10 @@ because its policy could end the request. The request goes back to vLLM's queue 
 that the load has ended.
 
 Blocks are copied when they have filled, and held until the copy has ended (see `CopyLedger`).
+
+`share` starts three things beside this: the own index, the thread that meets neighbours
+(`neighbours.HostNeighbours`), and in each rank the socket at which it is asked to attach arenas
+(`attaching`). `vllm_v1.assembly` makes them.
 """
 
 import logging

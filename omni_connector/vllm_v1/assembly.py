@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
 from omni_connector.arena.block_index import BlockIndex
 from omni_connector.arena.format import EPOCH_BYTES
-from omni_connector.arena.reservations import deployment_id
+from omni_connector.arena.memory_claims import deployment_id
 from omni_connector.arena.size import ArenaSizing
 from omni_connector.arena.slot_index import SlotChanges
 from omni_connector.arena.slot_pool import SlotListing

@@ -2,7 +2,8 @@
 """What the connector counts, for vLLM's log line and for Prometheus.
 
 Each half counts in an `OmniStats`. vLLM carries these to the API server with each step, and adds up
-what the ranks and the halves report. Durations are in seconds, sizes in bytes.
+what the ranks and the halves report. Durations are in seconds, sizes in bytes. The names of what is
+counted are in `runtime.stats`.
 """
 
 from collections.abc import Callable

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.arena.reservations import Reservation
+from omni_connector.arena.memory_claims import Reservation
 from omni_connector.arena.size import ArenaSizing
 from omni_connector.copy.copier import BlockCopier
 from omni_connector.kv.shapes import GroupShape

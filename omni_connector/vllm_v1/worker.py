@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker half: one rank's KV caches, its arena, and the copies between them and peers'."""
+"""The worker half: one rank's KV caches, its arena, and the copies between them and peers'.
+
+A preemption needs no work here: until a copy has ended, the scheduler half holds its blocks
+(`copy.ledger`), so that vLLM gives them to no other request.
+"""
 
 import os
 from collections.abc import Callable, Collection, Mapping

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from omni_connector.arena import reservations
+from omni_connector.arena import memory_claims
 from omni_connector.arena.available import available_bytes, memory_cgroup
-from omni_connector.arena.reservations import Claim, Reservation, deployment_id, sizing_lock
+from omni_connector.arena.memory_claims import Claim, Reservation, deployment_id, sizing_lock
 from omni_connector.arena.size import ArenaSizing
 
 GIB = 1 << 30
@@ -27,10 +27,10 @@ SLOT = 1 << 20
 def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of this test's own, as other engines of this host have theirs."""
     own = f"omni-connector-test/{os.urandom(4).hex()}/"
-    pattern = reservations._NAME.pattern.replace("omni\\-connector\\-arena/1/", own)
-    monkeypatch.setattr(reservations, "_PREFIX", own)
-    monkeypatch.setattr(reservations, "_LOCK", f"{own}lock")
-    monkeypatch.setattr(reservations, "_NAME", reservations.re.compile(pattern))
+    pattern = memory_claims._NAME.pattern.replace("omni\\-connector\\-arena/1/", own)
+    monkeypatch.setattr(memory_claims, "_PREFIX", own)
+    monkeypatch.setattr(memory_claims, "_LOCK", f"{own}lock")
+    monkeypatch.setattr(memory_claims, "_NAME", memory_claims.re.compile(pattern))
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     def available(*, claimed: int = 0, in_cgroup: int = 0) -> int:
         return max(0, TIB - claimed)
 
-    monkeypatch.setattr(reservations, "available_bytes", available)
-    monkeypatch.setattr(reservations, "memory_cgroup", lambda: 0)
+    monkeypatch.setattr(memory_claims, "available_bytes", available)
+    monkeypatch.setattr(memory_claims, "memory_cgroup", lambda: 0)
 
 
 @pytest.fixture
@@ -89,17 +89,17 @@ def test_what_is_populated_counts_once_and_what_is_closed_not_at_all(
     reserve: Callable[..., tuple[int, Reservation]],
 ) -> None:
     first, reservation = reserve(deployment_id("one"))
-    (claim,) = reservations.claims()
+    (claim,) = memory_claims.claims()
     assert (claim.size, claim.populated, claim.left) == (first, 0, first)
     for _ in range(3):
         reservation.populated(first // 4)
-    (claim,) = reservations.claims()
+    (claim,) = memory_claims.claims()
     assert claim.size == first
     assert abs(claim.left - first // 4) <= SLOT
     reservation.close()
     reservation.close()
     reservation.populated(SLOT)
-    assert reservations.claims() == []
+    assert memory_claims.claims() == []
     assert reserve(deployment_id("another"))[0] == first
 
 
@@ -127,12 +127,12 @@ def test_memory_that_is_limited_for_others_only_is_theirs(
 
 ENGINE = """
 import sys
-from omni_connector.arena import reservations
+from omni_connector.arena import memory_claims
 from omni_connector.arena.size import ArenaSizing
-reservations._PREFIX, reservations._LOCK, pattern = sys.argv[2:]
-reservations._NAME = reservations.re.compile(pattern)
-reservations.available_bytes = lambda claimed=0, in_cgroup=0: max(0, (1 << 40) - claimed)
-name = reservations.deployment_id(sys.argv[1])
+memory_claims._PREFIX, memory_claims._LOCK, pattern = sys.argv[2:]
+memory_claims._NAME = memory_claims.re.compile(pattern)
+memory_claims.available_bytes = lambda claimed=0, in_cgroup=0: max(0, (1 << 40) - claimed)
+name = memory_claims.deployment_id(sys.argv[1])
 sized = ArenaSizing(given=None, cache_blocks=1 << 30, max_tokens=1, deployment=name)
 print("ready", flush=True)
 sys.stdin.readline()
@@ -143,7 +143,7 @@ sys.stdin.readline()
 
 
 def test_processes_look_one_after_the_other_and_leave_nothing_when_they_are_killed() -> None:
-    names = reservations._PREFIX, reservations._LOCK, reservations._NAME.pattern
+    names = memory_claims._PREFIX, memory_claims._LOCK, memory_claims._NAME.pattern
     engines = [
         subprocess.Popen(
             [sys.executable, "-c", ENGINE, str(number), *names],
@@ -163,12 +163,12 @@ def test_processes_look_one_after_the_other_and_leave_nothing_when_they_are_kill
             engine.stdin.flush()
         sizes = sorted(int(engine.stdout.readline()) for engine in engines if engine.stdout)
         assert len(set(sizes)) == 3
-        assert len(reservations.claims()) == 3
+        assert len(memory_claims.claims()) == 3
     finally:
         for engine in engines:
             engine.send_signal(signal.SIGKILL)
             engine.communicate(timeout=60)
-    assert reservations.claims() == []
+    assert memory_claims.claims() == []
 
 
 def test_who_is_stopped_under_the_lock_holds_up_nobody_for_long(
@@ -201,16 +201,16 @@ def test_one_waits_for_the_other() -> None:
 
 def test_names_that_say_nothing_sensible_are_left_out() -> None:
     said = [
-        f"\0{reservations._PREFIX}{'0' * 16}/{'0' * 16}/0/{'f' * 12}/0",
-        f"\0{reservations._PREFIX}{'1' * 16}/{'0' * 16}/0/{'f' * 13}/0",
-        f"\0{reservations._PREFIX}{'2' * 16}/{'0' * 16}/0/-5/0",
-        f"\0{reservations._PREFIX}",
+        f"\0{memory_claims._PREFIX}{'0' * 16}/{'0' * 16}/0/{'f' * 12}/0",
+        f"\0{memory_claims._PREFIX}{'1' * 16}/{'0' * 16}/0/{'f' * 13}/0",
+        f"\0{memory_claims._PREFIX}{'2' * 16}/{'0' * 16}/0/-5/0",
+        f"\0{memory_claims._PREFIX}",
     ]
     bound = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in said]
     try:
         for each, name in zip(bound, said, strict=True):
             each.bind(name)
-        (claim,) = reservations.claims()
+        (claim,) = memory_claims.claims()
         assert claim.arena == "0" * 16
     finally:
         for each in bound:
