@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -71,6 +73,7 @@ def write_model(folder: Path, weights: bytes = b"toy") -> Path:
 
 
 WINDOW: Final = 40
+DRAFTER_LAYER: Final = "drafter.layers"
 CHUNK: Final = 16  # a multiple of each block size, as vLLM takes it to be
 
 FAMILIES: Final = {
@@ -84,6 +87,15 @@ FAMILIES: Final = {
     "chunk and full": ("chunk", "full"),
 }
 """The kinds of the cache groups, in their order."""
+
+DRAFTED: Final = {
+    "full and drafter": ("full", "drafter"),
+    "window, full and drafter": ("window", "full", "drafter"),
+}
+"""The same of models with a drafter that has a KV cache."""
+
+GROUPS: Final = FAMILIES | DRAFTED
+"""Those of all models."""
 
 
 def kv_cache_config(
@@ -122,10 +134,11 @@ def kv_cache_config(
         ),
     }
     # As MLA: no heads to share out, each rank keeps all of it.
+    specs["drafter"] = specs["full"]
     specs["latent"] = MLAAttentionSpec(
         block_size=block_size, num_kv_heads=1, head_size=4 * HEAD_SIZE, dtype=torch.float16
     )
-    kinds = FAMILIES[family]
+    kinds = GROUPS[family]
     page = specs[kinds[0] if kinds[0] != "state" else "full"].page_size_bytes
     specs["state"] = MambaSpec(
         # Kept for every block where prefixes are cached, else one for a request.
@@ -135,11 +148,13 @@ def kv_cache_config(
         page_size_padded=page,
         mamba_cache_mode=states if caching else "none",
     )
-    kinds = FAMILIES[family]
-    groups = [
-        KVCacheGroupSpec([f"model.layers.{g * LAYERS + i}.mixer" for i in range(LAYERS)], specs[k])
-        for g, k in enumerate(kinds)
-    ]
+    groups = []
+    for g, kind in enumerate(kinds):
+        where = DRAFTER_LAYER if kind == "drafter" else "model.layers"
+        names = [f"{where}.{g * LAYERS + i}.mixer" for i in range(LAYERS)]
+        groups.append(KVCacheGroupSpec(names, specs[kind]))
+        if kind == "drafter" and hasattr(groups[-1], "is_eagle_group"):  # from vLLM 0.31 on
+            groups[-1].is_eagle_group = True
     tensors = [
         KVCacheTensor(
             size=LAYERS * page * num_blocks,
@@ -157,12 +172,40 @@ def kv_cache_config(
     )
 
 
+def drafting(config: VllmConfig, drafter: str, tokens: int) -> SpeculativeConfig:
+    """vLLM's configuration of an engine that drafts.
+
+    Args:
+        config: of the engine.
+        drafter: `ngram` or `ngram_gpu`, which have no KV cache; `mtp`, or `modules` for MTP with a
+            module for each token.
+        tokens: drafted in a step.
+    """
+    with_kv = drafter in ("mtp", "modules")
+    speculative = SpeculativeConfig(
+        method="ngram" if with_kv else drafter,  # type: ignore[arg-type]
+        num_speculative_tokens=tokens,
+        prompt_lookup_max=2,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+    if with_kv:
+        # vLLM knows no such model, so that it cannot be asked for by its configuration.
+        speculative.method = "mtp"
+        model = copy.copy(config.model_config)
+        model.hf_config = copy.copy(model.hf_config)
+        model.hf_config.num_nextn_predict_layers = tokens if drafter == "modules" else 1
+        speculative.draft_model_config = model
+    return speculative
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """What the model keeps in one cache group.
 
     Attributes:
-        attention: `all` positions, a `window` of them, a `chunk` of them, or a `state`.
+        attention: `all` positions, a `window` of them, a `chunk` of them, or a `state`; or those
+            `ahead`, which a drafter keeps of all positions, and the model does not read.
         window: positions, the own one among them.
         size: bytes of a position, or of the state.
         every: whether the state at the end of each block is kept, too.
@@ -278,6 +321,18 @@ class Mind:
         return 3 + int.from_bytes(hasher.digest(), "little") % (VOCAB - 3)
 
 
+@functools.lru_cache(maxsize=20_000)
+def drafters_kv(weights: bytes, token_ids: tuple[int, ...], size: int) -> bytes:
+    """What a drafter keeps of a position: of the tokens up to it, and of some after it.
+
+    Args:
+        token_ids: all of these.
+        size: bytes of a position.
+    """
+    numbers = np.asarray(token_ids, np.int64).tobytes()
+    return hashlib.shake_128(b"drafter" + weights + numbers).digest(size)
+
+
 _MOST_MINDS: Final = 10_000
 
 
@@ -332,5 +387,7 @@ def kinds_of(config: KVCacheConfig, ranks: int) -> tuple[Kind, ...]:
         window = getattr(spec, "sliding_window", None)
         chunk = getattr(spec, "attention_chunk_size", None)
         attention = "window" if window else "chunk" if chunk else "all"
+        if group.layer_names[0].startswith(DRAFTER_LAYER):
+            attention = "ahead"
         found.append(Kind(attention, window or chunk or 1, layers * heads * content))
     return tuple(found)

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, MLAAttentionSpec
 from vllm.v1.outputs import DraftTokenIds
 
-from tests.toy import HEADS, MAX_LENGTH, Mind, kinds_of
+from tests.toy import HEADS, MAX_LENGTH, Mind, drafters_kv, kinds_of
 
 
 @dataclass(slots=True)
@@ -24,6 +24,11 @@ class _Row:
     token_ids: list[int]
     tables: list[list[int]]
     drafts: list[int] = field(default_factory=list)
+    allowed: list[int] = field(default_factory=list)  # answers; all where there are none
+    # Positions of which the drafter has what it keeps; and those that others have computed, and
+    # that are to be looked at.
+    drafted: int = 0
+    unseen: int = 0
 
 
 @dataclass(slots=True)
@@ -73,6 +78,8 @@ class ToyRunner:
             `--enable-dbo`: each of them tells of all layers.
         bad_blocks: blocks that a load should have filled for the step under way and did not. vLLM
             discards the tokens of requests that have read them.
+        tokens_ahead: tokens after a position on which the drafter's KV depends.
+        drafter_runs: how many times the drafter computes its layers in a step.
     """
 
     def __init__(
@@ -86,7 +93,12 @@ class ToyRunner:
         self.layer_computed: Callable[[str], None] | None = None
         self.halves = False
         self.bad_blocks: set[int] = set()
-        self._kinds = kinds_of(config, len(kv_caches))
+        self.tokens_ahead = 1
+        self.drafter_runs = 1
+        kinds = kinds_of(config, len(kv_caches))
+        # That of the drafter is the last, so that the others have their numbers.
+        self._kinds = tuple(kind for kind in kinds if kind.attention != "ahead")
+        self._drafter: _Attention | None = None
         self._groups: list[_Attention | _State] = []
         layers = {
             name: [rank[name].view(torch.uint8).numpy() for rank in kv_caches]
@@ -94,14 +106,21 @@ class ToyRunner:
         }
         self._layers = [rank for ranks in layers.values() for rank in ranks]
         # The groups take turns, as they do in hybrid models.
-        names = [group.layer_names for group in config.kv_cache_groups]
+        groups = config.kv_cache_groups[: len(self._kinds)]
+        if len(groups) < len(kinds):
+            self._drafter_layers = list(config.kv_cache_groups[-1].layer_names)
+            caches = [layers[name] for name in self._drafter_layers]
+            self._drafter = _Attention(caches, HEADS)
+            self._drafter_size = kinds[-1].size
+            self._drafter_block = config.kv_cache_groups[-1].kv_cache_spec.block_size
+        names = [group.layer_names for group in groups]
         self._order = [
             (names[g][number], g, number)
             for number in range(max(map(len, names)))
             for g in range(len(names))
             if number < len(names[g])
         ]
-        for kind, group in zip(self._kinds, config.kv_cache_groups, strict=True):
+        for kind, group in zip(self._kinds, groups, strict=True):
             caches = [layers[name] for name in group.layer_names]
             if kind.attention == "state":
                 spec = group.kv_cache_spec
@@ -160,6 +179,12 @@ class ToyRunner:
             self._launch_layers(len(ends), batch, told)
         sampled: list[list[int]] = [[] for _ in ends]
         self.launch(partial(self._sample, batch, sampled))
+        if self._drafter is not None and ends:
+            for number in range(self.drafter_runs):
+                self.launch(partial(self._draft, self._drafter, batch, number))
+                if told is not None:
+                    for layer in self._drafter_layers:
+                        told(layer)
         return list(step.num_scheduled_tokens), sampled
 
     def _compute(
@@ -193,16 +218,60 @@ class ToyRunner:
                 for g, group in enumerate(self._groups)
             ]
             token = mind.token(stored)
+            if row.allowed:
+                token = row.allowed[0]
             if self.bad_blocks and not self.bad_blocks.isdisjoint(itertools.chain(*row.tables)):
                 sampled[:] = [token]  # nobody will see it
                 return
-            self.sampled(part.request_id, row.token_ids, token)
+            if not row.allowed:
+                self.sampled(part.request_id, row.token_ids, token)
             row.token_ids.append(token)
             sampled.append(token)
             if len(sampled) > len(drafts) or drafts[len(sampled) - 1] != token:
                 break
         if sampled:
             row.drafts = self.proposed(row.token_ids)
+
+    def _draft(self, drafter: "_Attention", batch: list[_Part], number: int) -> None:
+        """What a drafter leaves in the cache: first of all tokens that are known, then of those
+        that it proposes itself, once for each."""
+        for part in batch:
+            row, table = part.row, part.row.tables[-1]
+            weights, ahead = self.weights_of(part.request_id), self.tokens_ahead
+            if row.unseen:
+                found = drafter.read(table, 0, row.unseen)
+                for position in range(row.unseen):
+                    known = tuple(row.token_ids[: position + 1 + ahead])
+                    right = drafters_kv(weights, known, self._drafter_size)
+                    if len(known) > position + ahead and found[position].tobytes() != right:
+                        self.drafter_differs(
+                            part.request_id, position, row.unseen, found[position].tobytes()
+                        )
+                row.unseen = 0
+            start = min(row.drafted, part.start)
+            end = max(start, min(part.end, len(row.token_ids) - ahead))
+            kept = [
+                drafters_kv(weights, tuple(row.token_ids[: p + 1 + ahead]), self._drafter_size)
+                for p in range(start, end)
+            ]
+            if number == 0:
+                row.drafted = end
+            # Of these some tokens after them are proposed, and may turn out to be others.
+            beyond = range(end, min(len(table) * self._drafter_block, end + number + ahead))
+            kept += [
+                drafters_kv(b"proposed" + bytes([number]), (p,), self._drafter_size) for p in beyond
+            ]
+            puts = drafter.puts(table, start, end + len(beyond), kept)
+            for put in itertools.chain(*puts):
+                put.cache[put.place] = put.content
+
+    def drafter_differs(self, request_id: str, position: int, computed: int, found: bytes) -> None:
+        """Called with each position of which others have kept something else for the drafter.
+
+        Args:
+            computed: positions that others have computed.
+        """
+        raise WrongBytes(f"the drafter finds other KV of position {position}")
 
     def weights_of(self, request_id: str) -> bytes:
         """The weights, and what else a request is computed with; to be overridden."""
@@ -225,13 +294,24 @@ class ToyRunner:
             self._rows.pop(request_id, None)
         for new in step.scheduled_new_reqs:
             tables = [list(ids) for ids in new.block_ids]
-            self._rows[new.req_id] = _Row(list(new.prompt_token_ids or ()), tables)
+            sampling, computed = new.sampling_params, new.num_computed_tokens
+            allowed = list((sampling and sampling.allowed_token_ids) or ())
+            self._rows[new.req_id] = _Row(
+                list(new.prompt_token_ids or ()),
+                tables,
+                allowed=allowed,
+                drafted=computed,
+                unseen=computed,
+            )
         cached = step.scheduled_cached_reqs
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        for request_id, block_ids, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
             row = self._rows[request_id]
             if request_id in cached.resumed_req_ids:
                 row.token_ids = list(cached.all_token_ids[request_id])
-                row.tables = [[] for _ in self._groups]
+                row.tables = [[] for _ in row.tables]
+                row.drafted = row.unseen = computed
             for table, ids in zip(row.tables, block_ids or (), strict=False):
                 table += ids
 

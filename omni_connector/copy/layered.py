@@ -5,7 +5,7 @@ A slot holds the layers of a block one after the other, so the bytes of one laye
 The copier sees each such range as a group of its own, and the checksum of a slot grows with them.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -32,13 +32,19 @@ class Forward:
         ended: whether all of it has been launched. No slot is published before, because a runner
             may compute a layer again, for other tokens of the step.
         fence: the copier's, which marks all that was told so far.
+        again: layers that were computed more than once.
+
+    Args:
+        not_followed: layers that are copied when the pass has ended, as they will be computed more
+            than once: a drafter of k tokens computes its layers k times.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, not_followed: Collection[str] = ()) -> None:
         self.ended = False
         self.fence: object = None
+        self.again: set[str] = set()
         self._computed: set[str] = set()
-        self._again: set[str] = set()
+        self._not_followed = frozenset(not_followed)
 
     @classmethod
     def of(cls, fence: object) -> "Forward":
@@ -53,7 +59,7 @@ class Forward:
         """The KV of a layer has been computed; `fence` marks that."""
         self.fence = fence
         if layer in self._computed:
-            self._again.add(layer)
+            self.again.add(layer)
         self._computed.add(layer)
 
     def end(self, fence: object) -> None:
@@ -62,12 +68,13 @@ class Forward:
         self.ended = True
 
     def has(self, layers: frozenset[str]) -> bool:
-        """Whether all of these layers are computed; False where there are none of them."""
-        return bool(layers) and layers <= self._computed
+        """Whether all of these layers are computed, and are followed; False where there are none of
+        them."""
+        return bool(layers) and layers <= self._computed and layers.isdisjoint(self._not_followed)
 
     def repeated(self, layers: frozenset[str]) -> bool:
         """Whether one of these was computed again after the first time."""
-        return not layers.isdisjoint(self._again)
+        return not layers.isdisjoint(self.again)
 
 
 @dataclass(frozen=True, slots=True)

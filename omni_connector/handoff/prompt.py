@@ -22,7 +22,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         block_hashes: vLLM's hashes of the full blocks, in order; may be empty.
         hash_block_size: tokens that a hash covers, 0 where there are no hashes.
         extra: what else changes the KV: cache salt, content of the LoRA adapter, multimodal hashes
-            and positions.
+            and positions, and the tokens after the prompt that a drafter's KV depends on.
+        tokens_ahead: tokens after a block that its KV depends on; see `block_names`.
+        named_tokens: tokens whose KV is what names of blocks say; None: all.
         by_tokens: whether other engines may have other block hashes for the same KV.
     """
 
@@ -31,6 +33,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     block_hashes: Sequence[bytes] = ()
     hash_block_size: int = 0
     extra: tuple[str, ...] = ()
+    tokens_ahead: int = 0
+    named_tokens: int | None = None
     by_tokens: bool = False
 
     def digest(self, kind: DigestKind) -> bytes:

@@ -31,6 +31,7 @@ from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.directory import Handoff, SlotDirectory
 from omni_connector.handoff.params import handoff_answer, no_handoff_answer
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.kv.block_names import block_names
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
@@ -351,6 +352,15 @@ def _keys(shape: GroupShape, prompt: Prompt) -> list[SlotKey | None]:
     needed = shape.needed(prompt.num_tokens)
     if shape.attention_type == "last" or prompt.hash_block_size != shape.block_size:
         return [None] * len(needed)
-    full = min(needed.stop, len(prompt.block_hashes), prompt.num_tokens // shape.block_size)
-    keys: list[SlotKey | None] = list(prompt.block_hashes[needed.start : full])
+    named = prompt.num_tokens if prompt.named_tokens is None else prompt.named_tokens
+    full = min(needed.stop, len(prompt.block_hashes), max(0, named) // shape.block_size)
+    keys: list[SlotKey | None] = [
+        *block_names(
+            prompt.block_hashes[needed.start : full],
+            prompt.token_ids,
+            first=needed.start,
+            block_size=shape.block_size,
+            tokens_ahead=prompt.tokens_ahead,
+        )
+    ]
     return keys + [None] * (len(needed) - len(keys))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts whose last token is left to the decode engine.
+"""Prompts whose last tokens are left to the decode engine.
 
 A recurrent state, and the blocks of a window, belong to one token. The decode engine computes the
-last token of a prompt, so it needs them as they are before that token.
+last token of a prompt, so it needs them as they are before that token. MTP of k modules computes
+the KV of a token from the next k, so the decode engine computes the last k tokens.
 
 Requests are those of vLLM.
 """
@@ -35,16 +36,38 @@ def truncation_refusal(request: Any, num_tokens: int) -> str | None:
     return None
 
 
-def truncate(request: Any, params: Mapping[str, Any]) -> None:
-    """Leave the last token of the prompt to the decode engine, and end after the one before it."""
+def truncate(request: Any, params: Mapping[str, Any], tokens_left: int, *, drafts: bool) -> None:
+    """Leave the last tokens of the prompt to the decode engine, and end after the one before them.
+
+    Args:
+        params: the request's.
+        tokens_left: how many tokens are left to the decode engine.
+        drafts: whether a drafter computes its KV of the last token from the answer to the shortened
+            prompt. Then the answer has to be the first token that is left.
+    """
     assert request.prompt_token_ids is not None
+    follows = request.prompt_token_ids[-tokens_left]
     # In an engine of one process the list is the caller's, and serves each of n answers.
-    request.prompt_token_ids = request.prompt_token_ids[:-1]
-    del request._all_token_ids[-1:]
-    request.num_prompt_tokens -= 1
+    request.prompt_token_ids = request.prompt_token_ids[:-tokens_left]
+    del request._all_token_ids[-tokens_left:]
+    request.num_prompt_tokens -= tokens_left
+    if drafts and request.sampling_params is not None:
+        _answer_with(request, follows)
     answer_one_token(request)
     # A dict of its own, because the caller's may serve more than one request.
     request.kv_transfer_params = {**params, TRUNCATED: True}
+
+
+def _answer_with(request: Any, token: int) -> None:
+    """Have a request answer with this token, unless it has to follow a grammar."""
+    if request.structured_output_request is not None:
+        return  # the grammar may forbid the token, and then the drafter has another one
+    # A copy, because the caller's may serve more than one request.
+    sampling = request.sampling_params.clone()
+    sampling.allowed_token_ids = [token]
+    sampling.logit_bias = None
+    sampling.bad_words = []
+    request.sampling_params = sampling
 
 
 def answer_one_token(request: Any) -> None:

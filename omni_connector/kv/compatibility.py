@@ -22,6 +22,7 @@ _BESIDES: Final = (
     "kv_dtype",
     "scales",
     "numerics",
+    "drafter",
     "integrity",
     "kv_heads",
 )
@@ -48,6 +49,7 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         weight_files: digest of all bytes of these files. It is left out where `model` is a
             `model_id`, where the files are unknown, and until it is made. It is no part of any
             name, because it may come at any time.
+        drafter: method, weights and settings of the drafter, if it has a KV cache; else left out.
     """
 
     model: Text
@@ -63,6 +65,7 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
     numerics: Text | UnsetType = UNSET
     weights: Text | UnsetType = UNSET
     weight_files: Text | UnsetType = UNSET
+    drafter: Text | UnsetType = UNSET
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pickled(self)

@@ -98,22 +98,30 @@ class BlockChanges(Generic[Content]):
             return changes is not None and changes.lost(*name)
 
     def looked_up(
-        self, request: Any, group: int, keys: Sequence[bytes], held: Iterable[bool]
+        self,
+        request: Any,
+        group: int,
+        blocks: Sequence[tuple[bytes, bytes]],
+        held: Iterable[bool],
     ) -> None:
-        """A look-up has answered which blocks of a prompt the store holds, from the first on."""
+        """A look-up has answered which blocks of a prompt the store holds, from the first on.
+
+        Args:
+            blocks: name in the store and vLLM's hash of each.
+        """
         new: list[int] = []
-        for index, (key, there) in enumerate(zip(keys, held, strict=False)):
+        for index, ((key, block_hash), there) in enumerate(zip(blocks, held, strict=False)):
             name = (group, key)
             if not there:
                 self._lose(name)
             elif name in self._stored:
                 self._stored.move_to_end(name)
             else:
-                self._stored[name] = key
+                self._stored[name] = block_hash
                 new.append(index)
         contents = self._describe(request, group, new)
         self._untold += [
-            BlockChange(True, group, keys[index], content)
+            BlockChange(True, group, blocks[index][1], content)
             for index, content in zip(new, contents, strict=True)
         ]
         while len(self._stored) > _MAX_STORED:

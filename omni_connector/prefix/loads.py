@@ -80,7 +80,7 @@ class PrefixLoads:
                 raise RuntimeError(f"request {request_id}: vLLM allocated no block of group {g}")
             first = start // shape.block_size
             block_ids = np.array(table[first : read.stop], np.int64)
-            hashes = prompt.hashes[g][read.start : read.stop]
+            hashes = prompt.names[g][read.start : read.stop]
             wanted.append(Wanted(first, block_ids, read, hashes))
         prompt.failure = None
         loads: list[tuple[TransferSpec, str]] = []

@@ -70,7 +70,7 @@ class Misses:
         if not prompt.hashes[self._group]:
             return
         seen_as_other = self._begins(prompt)
-        last = (prompt.request.num_prompt_tokens - 1) // self._unit * self._unit
+        last = prompt.last_reachable(prompt.request.num_prompt_tokens, self._unit)
         if end < last:
             cause = self._cause(prompt, end // self._block_size, seen_as_other)
             self._stats.miss(cause, last - end)
@@ -78,7 +78,7 @@ class Misses:
     def _begins(self, prompt: SharedPrompt) -> bool:
         """Remember the first block; returns whether its tokens had another key before."""
         tokens = hash(tuple(prompt.request.all_token_ids[: self._block_size]))
-        key = prompt.keys(prompt.hashes[self._group][:1])[0]
+        key = prompt.keys(prompt.names[self._group][:1])[0]
         with self._lock:
             seen_as = self._beginnings.get(tokens, key)
             self._beginnings[tokens] = key
@@ -90,7 +90,7 @@ class Misses:
             return "failed"
         if prompt.late:
             return "too_late"
-        key = prompt.keys(prompt.hashes[self._group][block : block + 1])
+        key = prompt.keys(prompt.names[self._group][block : block + 1])
         return self._why(block, key, seen_as_other)
 
     def _why(self, block: int, key: Sequence[bytes], seen_as_other: bool) -> str:

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from itertools import zip_longest
 
 from omni_connector.copy.ledger import EngineRequest
+from omni_connector.kv.block_names import block_names
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.hints import Hints
 from omni_connector.prefix.host_blocks import Found
@@ -23,11 +24,13 @@ class SharedGroups:
         ids: index of each among vLLM's groups.
         hash_block_size: tokens that one of vLLM's block hashes covers; divides every group's block
             size.
+        tokens_ahead: tokens after a block that its KV depends on; see `block_names`.
     """
 
     shapes: tuple[GroupShape, ...]
     ids: tuple[int, ...]
     hash_block_size: int
+    tokens_ahead: int = 0
 
     @property
     def block_sizes(self) -> tuple[tuple[int, int], ...]:
@@ -53,10 +56,12 @@ class SharedPrompt:
     sent: list[int]  # for each group, the leading blocks already considered for arena and store
     tenant: int
     hints: Hints
+    tokens_ahead: int = 0  # tokens after a block that its KV depends on
     fills_at: int = 0  # number of computed tokens at which its next block fills
     keeps: int = 0  # jobs that save its blocks to the arena; an estimate
     due: int = 0  # the step in which `PrefixSaves` checks whether a block has filled
-    hashes: list[list[bytes]] = field(default_factory=list)
+    hashes: list[list[bytes]] = field(default_factory=list)  # vLLM's, of each group
+    names: list[list[bytes]] = field(default_factory=list)  # of the same blocks; see `block_names`
     found: Found | None = None
     lookup: Lookup | None = None
     waits: bool = False  # for the store's answer, as the arenas lack some of it
@@ -82,21 +87,42 @@ class SharedPrompt:
             hashes   h0 h1 | h2 h3 | h4
             block      0   |   1   | not full
             result      h1 |    h3
+
+        Blocks whose name is not known yet, for lack of the tokens after them, are left out.
         """
         block_size, step = self.block_sizes[group]
-        if self.hashed_tokens is not None:
-            known = self.hashed_tokens // block_size
+        if self.hashed_tokens is not None or self.tokens_ahead:
+            known = self.request.num_tokens if self.hashed_tokens is None else self.hashed_tokens
+            known = max(0, known - self.tokens_ahead) // block_size
             end = known if end is None else min(end, known)
         stop = None if end is None else end * step
         return list(self.request.block_hashes[first * step + step - 1 : stop : step])
 
-    def keys(self, hashes: list[bytes]) -> list[bytes]:
-        """The keys of these blocks in arenas. vLLM's hashes have the name of an adapter; the keys
-        have its content, too."""
-        if not self.adapter:
+    def names_of(self, group: int, first: int, hashes: list[bytes]) -> list[bytes]:
+        """The names of blocks of a group, from the block `first` on, by their hashes."""
+        if not self.tokens_ahead:
             return hashes
+        return block_names(
+            hashes,
+            self.request.all_token_ids,
+            first=first,
+            block_size=self.block_sizes[group][0],
+            tokens_ahead=self.tokens_ahead,
+        )
+
+    def keys(self, names: list[bytes]) -> list[bytes]:
+        """The keys of blocks of these names in arenas. vLLM's hashes have the name of an adapter;
+        the keys have its content, too."""
+        if not self.adapter:
+            return names
         whose = self.adapter.encode()[: blake2b.MAX_KEY_SIZE]
-        return [blake2b(each, digest_size=len(each), key=whose).digest() for each in hashes]
+        return [blake2b(each, digest_size=len(each), key=whose).digest() for each in names]
+
+    def last_reachable(self, num_tokens: int, unit: int) -> int:
+        """The end of the longest prefix of so many tokens that can be loaded: vLLM computes the
+        last token in any case, for its logits, and a block needs the tokens after it for its name.
+        """
+        return max(0, num_tokens - max(1, self.tokens_ahead)) // unit * unit
 
     def held(self) -> list[Held]:
         """The blocks that an arena of this host or the store holds, one entry a group."""

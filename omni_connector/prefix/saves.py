@@ -100,7 +100,10 @@ class PrefixSaves:
         # have left its window, or hold a later state.
         lasting = all(
             shape.attention_type == "all"
-            or (shape.attention_type == "window" and shape.window > _TOGETHER * tokens_a_step)
+            or (
+                shape.attention_type == "window"
+                and shape.window > _TOGETHER * tokens_a_step + groups.tokens_ahead
+            )
             for shape in groups.shapes
         )
         self._together = _TOGETHER if lasting else 1
@@ -110,6 +113,7 @@ class PrefixSaves:
         self._ledger = ledger
         self._groups = groups.shapes
         self._group_ids = groups.ids
+        self._tokens_ahead = groups.tokens_ahead
         self._num_blocks = num_blocks
         self._max_held = max(1, num_blocks // _HELD_PART)
         self._hash_of = hash_of
@@ -186,7 +190,8 @@ class PrefixSaves:
         if self._host is not None and prompt.keeps * len(self._groups) > 1:
             ends = [min(sent, MAX_IN_ORDER) for sent in prompt.sent]
             hashes = [prompt.full_hashes(g, 0, end) for g, end in enumerate(ends)]
-            self._host.finished([prompt.keys(of_group) for of_group in hashes])
+            names = [prompt.names_of(g, 0, of_group) for g, of_group in enumerate(hashes)]
+            self._host.finished([prompt.keys(of_group) for of_group in names])
 
     def _forget(self, prompt: SharedPrompt) -> None:
         if due := self._due.get(prompt.due):
@@ -255,6 +260,7 @@ class PrefixSaves:
             first, end = prompt.sent[g], computed // shape.block_size
             filled = prompt.full_hashes(g, first, end) if end > first else []
             block_ids: list[int] = []
+            names = prompt.names_of(g, first, filled)
             if filled:
                 prompt.sent[g] = first + len(filled)
                 if blocks is None:
@@ -264,7 +270,7 @@ class PrefixSaves:
                 hash_of = partial(self._hash_of, self._group_ids[g])
                 part = whole_blocks(shape, part, filled, hash_of)
                 if self._host is not None:
-                    keys, lacking = prompt.keys(filled), range(len(filled))
+                    keys, lacking = prompt.keys(names), range(len(filled))
                     if len(filled) > _MANY and not hints.asks_arena:
                         lacking = np.flatnonzero(self._host.lacks(g, keys, here=False)).tolist()
                     new: list[tuple[int, bytes, bytes]] = []
@@ -283,14 +289,15 @@ class PrefixSaves:
                         self._changes.filled(prompt.request, g, new)
                 if self._stores:
                     most = self._max_held - self.num_held - number
-                    block_ids, stored = self._stored(prompt, g, first, filled, part, most)
+                    block_ids, stored = self._stored(prompt, g, first, names, part, most)
                     number += stored
             groups.append((first, block_ids))
-            hashes += filled
+            hashes += names
         if hashes and self._host is not None:
             prompt.keeps += 1 + hints.keeps_here  # waiting blocks make a second job
         pairs = zip(prompt.sent, self._groups, strict=True)
-        prompt.fills_at = min((sent + 1) * shape.block_size for sent, shape in pairs)
+        filled_at = min((sent + 1) * shape.block_size for sent, shape in pairs)
+        prompt.fills_at = filled_at + self._tokens_ahead
         if not number:
             return
         self.num_held += number

@@ -86,6 +86,7 @@ class SharedPrefix:
         self._groups = groups.shapes
         self._block_sizes = groups.block_sizes
         self._unit = groups.unit
+        self._tokens_ahead = groups.tokens_ahead
         self._prefix = prefix
         self._hint_rules = hint_rules
         self._weights_fixed = weights_fixed
@@ -145,6 +146,7 @@ class SharedPrefix:
             hashed_tokens=request.num_prompt_tokens if stops_early else None,
             adapter=adapter,
             block_sizes=self._block_sizes,
+            tokens_ahead=self._tokens_ahead,
             sent=[0] * len(self._groups),
             tenant=self._hint_rules.tenant(request.cache_salt),
             hints=self._hints.pop(request.request_id, NO_HINTS),
@@ -155,10 +157,11 @@ class SharedPrefix:
     def _look_up(self, prompt: SharedPrompt) -> None:
         prompt.admitted, prompt.local, prompt.found, prompt.waits = False, None, None, False
         prompt.hashes = [prompt.full_hashes(g, 0, None) for g in range(len(self._groups))]
+        prompt.names = [prompt.names_of(g, 0, each) for g, each in enumerate(prompt.hashes)]
         prompt.lookup = None
         if self._lookups is not None and not self._prefix.is_own and any(prompt.hashes):
             deadline = self._clock() + self._lookup_timeout
-            prompt.lookup = Lookup(prompt.key_prefix(self._prefix.current), prompt.hashes, deadline)
+            prompt.lookup = Lookup(prompt.key_prefix(self._prefix.current), prompt.names, deadline)
             self._lookups.ask(prompt.lookup)
 
     def matched_tokens(self, request: EngineRequest, num_computed: int) -> int | None:
@@ -177,8 +180,7 @@ class SharedPrefix:
             if now < prompt.looked_at + _FRESH_S:
                 return prompt.offered
             prompt.found = None
-        # vLLM computes the last token in any case, for its logits.
-        last = (request.num_tokens - 1) // self._unit * self._unit
+        last = prompt.last_reachable(request.num_tokens, self._unit)
         asked = prompt.lookup
         if asked is not None and asked.held is not None:
             asked = None
@@ -188,7 +190,7 @@ class SharedPrefix:
         if self._host is not None and prompt.found is None:
             # Beyond what the arenas have, the store's answer may continue a prefix.
             alone = prompt.lookup is None
-            prompt.found = self._host.find(prompt.hashes, prompt.keys, alone=alone)
+            prompt.found = self._host.find(prompt.names, prompt.keys, alone=alone)
         reach = prompt.reach(self._groups, self._unit, num_computed, last)
         if asked is not None and reach < last:
             prompt.waits = now < asked.deadline
@@ -269,7 +271,8 @@ class SharedPrefix:
         self.saves.finish(prompt)
         if self._changes is not None and prompt.lookup is not None:
             for g, held in enumerate(prompt.lookup.held or ()):
-                self._changes.looked_up(prompt.request, g, prompt.hashes[g], held.blocks)
+                blocks = list(zip(prompt.names[g], prompt.hashes[g], strict=True))
+                self._changes.looked_up(prompt.request, g, blocks, held.blocks)
 
     def sources(self, request_id: str) -> Mapping[str, int]:
         """Tokens that are being loaded for a request, by the counter of their source."""

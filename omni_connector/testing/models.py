@@ -11,6 +11,7 @@ Needs torch, transformers and tokenizers, which vLLM brings; nothing is download
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 512
@@ -36,6 +38,9 @@ _CORPUS = (
     "0123456789 +-*/=() [] {} <> .,;:!? ABCDEFGHIJKLMNOPQRSTUVWXYZ",
 )
 
+# What the layers behind the first add to the hidden state.
+_BEHIND_THE_FIRST = re.compile(r"model\.layers\.[1-9]\d*\..*\.(o_proj|down_proj)\.")
+
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
@@ -52,6 +57,9 @@ _COMMON: dict[str, Any] = {
 }
 
 
+_Weights = dict[str, torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class _Recipe:
     """One model family: its transformers config and model classes, and how they are filled."""
@@ -63,12 +71,78 @@ class _Recipe:
     dtype: torch.dtype = torch.float32
     std: float = 0.2
     embedding_std: float = 0.2
+    # The model is one of one layer with more behind it that add nothing, so that a drafter which is
+    # a copy of that layer drafts what the model answers.
+    one_layer_acts: bool = False
+    # Makes another model of the one drawn, given its weights and its configuration.
+    derived: Callable[[_Weights, dict[str, Any]], tuple[_Weights, dict[str, Any]]] | None = None
     version: int = 1
 
     def keywords(self) -> dict[str, Any]:
         common = {key: value for key, value in _COMMON.items() if key not in self.without}
         return {**common, **self.settings, "architectures": [self.model]}
 
+
+def _first_layer(weights: _Weights) -> _Weights:
+    """The weights of the first layer, without its prefix."""
+    prefix = "model.layers.0."
+    return {
+        name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)
+    }
+
+
+def _eagle(weights: _Weights, config: dict[str, Any]) -> tuple[_Weights, dict[str, Any]]:
+    """An EAGLE head that takes the embedding of the next token, and no hidden state."""
+    layer = _first_layer(weights)
+    layer.pop("input_layernorm.weight")  # it has none
+    size = config["hidden_size"]
+    fc = torch.cat([torch.eye(size), torch.zeros(size, size)], dim=1)
+    drafter = {f"layers.0.{name}": each for name, each in layer.items()} | {"fc.weight": fc}
+    return drafter, {**config, "num_hidden_layers": 1}
+
+
+def _eagle3(weights: _Weights, config: dict[str, Any]) -> tuple[_Weights, dict[str, Any]]:
+    """An EAGLE-3 head that takes the embedding of the next token, and no hidden state."""
+    size = config["hidden_size"]
+    drafter = {"lm_head.weight": weights["lm_head.weight"], "norm.weight": torch.ones(size)}
+    for name, each in _first_layer(weights).items():
+        takes_both = name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
+        taken = torch.cat([each, torch.zeros_like(each)], dim=1) if takes_both else each
+        drafter[f"midlayer.{name}"] = taken
+    drafter["midlayer.hidden_norm.weight"] = torch.ones(size)
+    drafter["fc.weight"] = torch.zeros(size, 3 * size)
+    # vLLM shares the target's embeddings only with a drafter that brings none.
+    settings = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": config["vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    }
+    return drafter, {**config, **settings}
+
+
+def _draft_model(weights: _Weights, config: dict[str, Any]) -> tuple[_Weights, dict[str, Any]]:
+    """The model's one layer that acts, as a model of its own."""
+    behind = re.compile(r"model\.layers\.[1-9]")
+    drafter = {name: each for name, each in weights.items() if not behind.match(name)}
+    return drafter, {**config, "num_hidden_layers": 1}
+
+
+def _with_mtp(weights: _Weights, config: dict[str, Any]) -> tuple[_Weights, dict[str, Any]]:
+    """The model with a module for MTP that takes the embedding of the next token, and no hidden
+    state."""
+    size = config["hidden_size"]
+    module = {f"model.mtp_layers.0.{name}": each for name, each in _first_layer(weights).items()}
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        module[f"model.mtp_layers.0.{norm}.weight"] = torch.ones(size)
+    takes = torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1)
+    module["model.mtp_layers.0.input_proj.weight"] = takes
+    settings = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    return weights | module, {**config, **settings}
+
+
+# Embeddings of unit length, as norms leave them.
+_DRAFTED: dict[str, Any] = {"embedding_std": 1.0, "one_layer_acts": True}
 
 _DEEPSEEK: dict[str, Any] = {
     "kv_lora_rank": 512,
@@ -172,6 +246,14 @@ _RECIPES: dict[str, _Recipe] = {
             "layer_types": ["conv", "full_attention"] * 2,
         },
     ),
+    # A model, and what drafts for it. vLLM knows some drafters by the names of their folders.
+    "llama-drafted": _Recipe("LlamaConfig", "LlamaForCausalLM", **_DRAFTED),
+    "eagle-llama": _Recipe("LlamaConfig", "LlamaForCausalLM", **_DRAFTED, derived=_eagle),
+    "eagle3-llama": _Recipe("LlamaConfig", "LlamaForCausalLM", **_DRAFTED, derived=_eagle3),
+    "draft-llama": _Recipe("LlamaConfig", "LlamaForCausalLM", **_DRAFTED, derived=_draft_model),
+    "mimo": _Recipe(
+        "Qwen2Config", "Qwen2ForCausalLM", **_DRAFTED, without=("head_dim",), derived=_with_mtp
+    ),
 }
 
 FAMILIES: tuple[str, ...] = tuple(_RECIPES)
@@ -243,8 +325,26 @@ def _write_weights(recipe: _Recipe, folder: Path, seed: int) -> None:
                 std = recipe.embedding_std if "embed_tokens" in name else recipe.std
                 drawn = torch.empty(parameter.shape, dtype=torch.float32)
                 drawn.normal_(0.0, std, generator=generator)
-                parameter.copy_(drawn)
+                silent = recipe.one_layer_acts and _BEHIND_THE_FIRST.match(name)
+                parameter.copy_(torch.zeros_like(drawn) if silent else drawn)
     model.save_pretrained(folder)
+    if recipe.derived is not None:
+        weights = {name: each.contiguous() for name, each in model.state_dict().items()}
+        _save_derived(folder, *recipe.derived(weights, json.loads(_config(folder).read_text())))
+
+
+def _save_derived(folder: Path, weights: _Weights, config: dict[str, Any]) -> None:
+    (folder / "model.safetensors").unlink()
+    save_file(
+        {name: each.clone().contiguous() for name, each in weights.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    _config(folder).write_text(json.dumps(config))
+
+
+def _config(folder: Path) -> Path:
+    return folder / "config.json"
 
 
 def _write_tokenizer(folder: Path) -> None:

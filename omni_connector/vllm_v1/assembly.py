@@ -57,6 +57,7 @@ from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.shared_blocks import key_prefix, readers_id
 from omni_connector.vllm_v1.compat import hash_block_size, most_blocks_of_a_prompt
 from omni_connector.vllm_v1.control_calls import AskStatus, ControlCalls, Status
+from omni_connector.vllm_v1.drafter import drafts_with_kv, tokens_ahead, tokens_written_ahead
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.identity import compatibility, hash_id
 from omni_connector.vllm_v1.load_room import LoadRoom
@@ -127,6 +128,7 @@ def make_worker(
         stats=stats,
         surroundings=surroundings,
         adapters=surroundings.adapter_loads(vllm_config),
+        drafts=drafts_with_kv(vllm_config),
     )
 
 
@@ -182,7 +184,8 @@ class _Assembly:
         self._epoch = self._context.randbytes(TOKEN_BYTES)
         self._arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
         weights = surroundings.weights_id(config, vllm_config)
-        self._ours = compatibility(config, vllm_config, kv_cache_config, ranks, weights)
+        drafter = surroundings.drafter_of(vllm_config)
+        self._ours = compatibility(config, vllm_config, ranks, weights, drafter)
         # What it compares with those that it shares with. Nobody shares with an engine of unknown
         # weights, because its own are named by a number that nobody else has.
         self._shared_with = self._ours
@@ -237,6 +240,7 @@ class _Assembly:
                 self._ours.groups,
                 most_blocks_of_a_prompt(self._manager, self._group_ids),
                 self._vllm_config.num_speculative_tokens,
+                tokens_written_ahead(self._vllm_config),
             ),
             periodic_tasks=self._periodic_tasks,
             channel=channel,
@@ -376,7 +380,12 @@ class _Assembly:
             return None
         name = partial(key_prefix, config.namespace, self._shared_with, self._hash_id)
         prefix = KeyPrefix(name(require_supported_vllm().version), self._context.randbytes)
-        groups = SharedGroups(self._ours.groups, self._group_ids, self._hash_block_size)
+        groups = SharedGroups(
+            self._ours.groups,
+            self._group_ids,
+            self._hash_block_size,
+            tokens_ahead(self._vllm_config),
+        )
         changes = None if self._events is None else self._events.changes
         lookups = None
         if config.store is not None and self._known:
@@ -507,7 +516,7 @@ def _agreeing(
     workers: Mapping[tuple[int, int], OmniHandshakeMetadata],
 ) -> list[OmniHandshakeMetadata]:
     ranks = [workers[key] for key in sorted(workers)]
-    if len({(rank.page_orders, rank.attention) for rank in ranks}) != 1:
+    if any(rank.groups != ranks[0].groups for rank in ranks):
         raise ConfigError("the ranks of this engine have KV caches of different layouts")
     return ranks
 

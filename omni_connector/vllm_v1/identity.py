@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from vllm import envs
 from vllm.logger import init_logger
 
@@ -22,12 +22,11 @@ from omni_connector.identity.weight_files import (
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.numerics import digest, numerics_of
 from omni_connector.plugin import require_supported_vllm
+from omni_connector.vllm_v1.drafter import drafter_id
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
-from omni_connector.vllm_v1.specs import group_shapes
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 logger = init_logger("vllm.omni_connector.identity")
 
@@ -55,15 +54,16 @@ _ALL_FORMATS: Final = frozenset({"pt", "npcache"})  # they read these beside saf
 def compatibility(
     config: OmniConfig,
     vllm_config: "VllmConfig",
-    kv_cache_config: "KVCacheConfig",
     workers: Sequence[OmniHandshakeMetadata],
     weights: str | None = None,
+    drafter: str | UnsetType = UNSET,
 ) -> CompatibilityKey:
     """The compatibility key of this engine.
 
     Args:
         workers: what each rank says of its caches.
         weights: of `weights_id`.
+        drafter: of `drafter_of`.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return CompatibilityKey(
@@ -75,10 +75,11 @@ def compatibility(
         scales=scales_of_engine([each.scales for each in workers]),
         numerics=numerics_of(vllm_config),
         weights=weights or UNSET,
+        drafter=drafter,
         integrity=config.integrity,
         kv_heads=model.get_total_num_kv_heads(),
         ranks=vllm_config.parallel_config.tensor_parallel_size,
-        groups=group_shapes(kv_cache_config, workers[0].page_orders, workers[0].attention),
+        groups=workers[0].groups,
     )
 
 
@@ -97,7 +98,7 @@ def weights_id(
         return None
     try:
         since = process_began() if unchanged_since is None else unchanged_since
-        return _weights_id(vllm_config, since)
+        return _weights_id(vllm_config.model_config, vllm_config.load_config, vllm_config, since)
     except (UnknownFilesError, OSError) as error:
         logger.warning(
             "It is unknown which weights this engine has: %s. It shares prefixes with no other "
@@ -120,34 +121,61 @@ def weight_files(config: OmniConfig, vllm_config: "VllmConfig") -> ModelFiles | 
     if config.model_id is not None:
         return None
     if vllm_config.load_config.load_format == "dummy":
-        return _dummy_id(vllm_config, process_began())
-    if (pattern := _pattern(vllm_config)) is not None:
+        return _dummy_id(
+            vllm_config.model_config, vllm_config.load_config, vllm_config, process_began()
+        )
+    if (pattern := _pattern(vllm_config.load_config)) is not None:
         raise UnknownFilesError(f"only files like {pattern} were loaded")
-    return _loaded_files(vllm_config)
+    return _loaded_files(vllm_config.model_config, vllm_config.load_config)
 
 
-def _weights_id(vllm_config: "VllmConfig", unchanged_since: float) -> str:
-    if vllm_config.load_config.load_format == "dummy":
-        return _dummy_id(vllm_config, unchanged_since)
-    found = digest_of_files(_loaded_files(vllm_config), unchanged_since)
-    pattern = _pattern(vllm_config)
+def drafter_of(vllm_config: "VllmConfig", unchanged_since: float | None = None) -> str | UnsetType:
+    """Which drafter this engine has loaded, by its files, where it has a KV cache; else UNSET.
+
+    Args:
+        unchanged_since: as in `weights_id`.
+    """
+
+    def files_id(model: "ModelConfig") -> str | None:
+        speculative = vllm_config.speculative_config
+        load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+        try:
+            since = process_began() if unchanged_since is None else unchanged_since
+            return _weights_id(model, load, vllm_config, since)
+        except (UnknownFilesError, OSError) as error:
+            logger.warning(
+                "It is unknown which weights the drafter has: %s. It is known by its name: all "
+                "engines with a drafter of this name and configuration must have the same weights",
+                error,
+            )
+            return None
+
+    return drafter_id(vllm_config, files_id)
+
+
+def _weights_id(
+    model: "ModelConfig", load: "LoadConfig", vllm_config: "VllmConfig", unchanged_since: float
+) -> str:
+    if load.load_format == "dummy":
+        return _dummy_id(model, load, vllm_config, unchanged_since)
+    found = digest_of_files(_loaded_files(model, load), unchanged_since)
+    pattern = _pattern(load)
     return found if pattern is None else digest([found, pattern])
 
 
-def _pattern(vllm_config: "VllmConfig") -> str | None:
+def _pattern(load: "LoadConfig") -> str | None:
     """What the names of the files look like that vLLM loads; None where it loads all."""
-    extra = vllm_config.load_config.model_loader_extra_config
+    extra = load.model_loader_extra_config
     return extra.get("pattern") if isinstance(extra, dict) else None
 
 
-def _loaded_files(vllm_config: "VllmConfig") -> ModelFiles:
+def _loaded_files(model: "ModelConfig", load: "LoadConfig") -> ModelFiles:
     """The files from which vLLM has loaded.
 
     Raises:
         UnknownFilesError: it is not known which files these are.
         OSError: they cannot be looked at.
     """
-    model, load = vllm_config.model_config, vllm_config.load_config
     path, how = model.model_weights or model.model, load.load_format
     if how == "tensorizer":
         files = _tensorized(model, load.model_loader_extra_config)
@@ -223,12 +251,13 @@ def _tensorized(model: "ModelConfig", extra: Any) -> ModelFiles:
     return ModelFiles(folder, tuple(configuration), tuple(sorted(weights)))
 
 
-def _dummy_id(vllm_config: "VllmConfig", unchanged_since: float) -> str:
+def _dummy_id(
+    model: "ModelConfig", load: "LoadConfig", vllm_config: "VllmConfig", unchanged_since: float
+) -> str:
     """Dummy weights are drawn with one seed for each tensor, as large as one rank has it."""
-    model = vllm_config.model_config
     if quantization_id(model):
         raise UnknownFilesError("of quantized dummy weights some are not even written")
-    place = _place(model.model, model, vllm_config.load_config)
+    place = _place(model.model, model, load)
     folder = place if place.is_dir() else place.parent
     configuration = configuration_files(folder, code=bool(model.trust_remote_code))
     said = digest_of_files(ModelFiles(folder, tuple(configuration), ()), unchanged_since)

@@ -32,6 +32,7 @@ class LoadRoom:
         most_blocks: of each group, the most blocks that vLLM asks for to compute one prompt,
             however long it is; None: it asks for those of all tokens.
         drafts: speculative tokens that vLLM may schedule with a request's next token.
+        written_ahead: tokens after these for which it allocates blocks, too.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class LoadRoom:
         groups: tuple[GroupShape, ...],
         most_blocks: Sequence[int | None],
         drafts: int,
+        written_ahead: int = 0,
     ) -> None:
         self._pool = pool
         self._groups = groups
         self._most_blocks = most_blocks
         self._drafts = drafts
+        self._written_ahead = written_ahead
         # By request, the blocks that it takes beyond the loaded ones: for its next tokens; and for
         # its whole prompt, if the load fails and gives its blocks back.
         self._after_load: dict[str, int] = {}
@@ -101,7 +104,7 @@ class LoadRoom:
             self._next = None
 
     def _needs(self, request: "Request", end: int) -> tuple[int, int]:
-        tokens = request.num_tokens + self._drafts
+        tokens = request.num_tokens + self._drafts + self._written_ahead
         after_load = after_failure = 0
         for group, most in zip(self._groups, self._most_blocks, strict=True):
             blocks = -(-tokens // group.block_size)

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError, OmniError
 from omni_connector.identity.adapters import AdapterLoad
+from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec
 from omni_connector.net.introductions import introduced
 from omni_connector.net.runtime import runtime_dir
@@ -78,14 +79,13 @@ class OmniHandshakeMetadata(KVConnectorHandshakeMetadata):
     Attributes:
         endpoints: where peers find this rank's arena, one for each transport; none on an engine
             that hands nothing off.
-        page_orders: byte order of each layer's page, by transferred group.
-        attention: attention backends, by transferred group.
+        groups: the transferred groups. Only workers know the specs of all layers: vLLM tells the
+            scheduler half one spec for a group of several.
         scales: digest of the layers' scales; see `kernels.scales_id`.
     """
 
     endpoints: tuple[Endpoint, ...]
-    page_orders: tuple[tuple[str, ...], ...]
-    attention: tuple[str, ...]
+    groups: tuple[GroupShape, ...]
     scales: str = ""
 
     def encode(self) -> bytes:

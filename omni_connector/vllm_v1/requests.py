@@ -30,7 +30,11 @@ _SHOWN_CHARS: Final = 200
 
 
 def prompt_of(
-    request: "Request", num_tokens: int, hash_block_size: int, adapter: str = ""
+    request: "Request",
+    num_tokens: int,
+    hash_block_size: int,
+    adapter: str = "",
+    tokens_ahead: int = 0,
 ) -> Prompt | None:
     """The first `num_tokens` tokens of a request's prompt, as peers compare them.
 
@@ -39,6 +43,7 @@ def prompt_of(
     Args:
         hash_block_size: tokens that each of the request's block hashes stands for.
         adapter: digest of what the request's LoRA adapter contains; "" without one.
+        tokens_ahead: tokens after a position that its KV depends on.
     """
     tokens = request.prompt_token_ids
     if tokens is None or request.prompt_embeds is not None:
@@ -49,12 +54,15 @@ def prompt_of(
     for feature in request.mm_features:
         place = feature.mm_position
         extra.append(f"mm={feature.identifier}@{place.offset}+{place.length}")
+    if tokens_ahead:
+        extra.append(f"next={tokens[num_tokens : num_tokens + tokens_ahead]}")
     return Prompt(
         token_ids=tokens,
         num_tokens=num_tokens,
         block_hashes=request.block_hashes,
         hash_block_size=hash_block_size if request.block_hashes else 0,
         extra=tuple(extra),
+        tokens_ahead=tokens_ahead,
         by_tokens=bool(adapter),  # vLLM's hashes name an adapter by its path, not its content
     )
 

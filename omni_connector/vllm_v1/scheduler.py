@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from vllm.logger import init_logger
 
 from omni_connector.copy.ended import CopiesOfRanks
@@ -40,6 +41,7 @@ from omni_connector.vllm_v1.compat import (
     worker_stats,
 )
 from omni_connector.vllm_v1.control_calls import ControlCalls
+from omni_connector.vllm_v1.drafter import tokens_ahead
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.load_room import LoadRoom
 from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMetadata
@@ -134,6 +136,10 @@ class OmniScheduler:
         self._fails_by_block = fails_by_block(kv_cache_config)
         # Where a group keeps its last tokens only, a prefill must end where the decode begins.
         self._stops_early = not attends_to_all(kv_cache_config)
+        self._tokens_ahead = tokens_ahead(vllm_config)
+        # Of a prompt, left to the decode engine: vLLM computes the last one there in any case, for
+        # its logits.
+        self._tokens_left = max(1, self._tokens_ahead)
         self._void: tuple[list[int], list[int]] = [], []
         # Of the steps that have not ended, whether they compute anything.
         self._computing: deque[bool] = deque(maxlen=8)
@@ -206,9 +212,8 @@ class OmniScheduler:
         adapter: str,
     ) -> None:
         remote = parse_remote_prefill(params)
-        # vLLM computes the last token here in any case, for its logits.
-        num_tokens = request.num_prompt_tokens - 1
-        prompt = prompt_of(request, num_tokens, self._hash_block_size, adapter)
+        num_tokens = max(0, request.num_prompt_tokens - self._tokens_left)
+        prompt = self._prompt(request, num_tokens, adapter)
         if prompt is None:
             receiver.reject(remote)
             raise BadParamsError("prompt_embeds", "the prompt has no token ids")
@@ -220,13 +225,17 @@ class OmniScheduler:
             # server has refused.
             receiver.reject(remote)
 
+    def _prompt(self, request: "Request", num_tokens: int, adapter: str) -> Prompt | None:
+        return prompt_of(request, num_tokens, self._hash_block_size, adapter, self._tokens_ahead)
+
     def _offer(
         self, sender: HandoffSender, request: "Request", params: Mapping[str, Any], adapter: str
     ) -> None:
         # By another connector beside this one, which then has it end with one token.
         truncated = params.get(TRUNCATED) is True and request.max_tokens == 1
-        num_tokens = request.num_prompt_tokens - (not truncated)
-        prompt = prompt_of(request, num_tokens, self._hash_block_size, adapter)
+        num_tokens = request.num_prompt_tokens - (0 if truncated else self._tokens_left)
+        num_tokens = max(0, num_tokens)
+        prompt = self._prompt(request, num_tokens, adapter)
         if prompt is None:
             self._stats.fail("prompt_embeds")
             logger.warning(
@@ -240,10 +249,15 @@ class OmniScheduler:
         refusal = "control_ended" if self._periodic_tasks.ended() else None
         if request.resumable:  # it goes on writing, and a state is overwritten in place
             refusal = "resumable"
+        elif truncated and self._tokens_ahead:  # the tokens that the drafter's KV depends on
+            refusal = "truncated_elsewhere"
         elif refusal is None and self._stops_early and not truncated:
             refusal = truncation_refusal(request, num_tokens)
             if refusal is None:
-                truncate(request, params)
+                truncate(request, params, self._tokens_left, drafts=self._tokens_ahead > 0)
+                # MTP of several modules reads beyond the token that it is answered with.
+                read_beyond = max(0, self._tokens_ahead - 1)
+                prompt = msgspec.structs.replace(prompt, named_tokens=num_tokens - read_beyond)
         if refusal is not None:
             self._stats.fail(refusal)
             logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)

@@ -11,6 +11,7 @@ from omni_connector.errors import ConfigError, LayoutError
 from omni_connector.kv.canonical import GroupSpec, LayerSpec
 from omni_connector.kv.shapes import GroupShape, states_of
 from omni_connector.vllm_v1.compat import keeps_kv_on_host, replays_prefix, says_replicated
+from omni_connector.vllm_v1.drafter import require_supported_drafter
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,10 +46,6 @@ _SUPPORTED_KINDS: Final = frozenset(
         "sliding_window",
         "sliding_window_mla",
     }
-)
-
-_DRAFTERS_WITHOUT_KV: Final = frozenset(
-    {"mlp_speculator", "medusa", "ngram", "ngram_gpu", "suffix"}
 )
 
 
@@ -94,13 +91,7 @@ def require_supported_engine(vllm_config: "VllmConfig") -> None:
         size = getattr(parallel, name)
         if size > 1:
             raise ConfigError(f"{name} is {size}; OmniKVConnector supports only 1")
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in _DRAFTERS_WITHOUT_KV:
-        raise ConfigError(
-            f"speculative decoding by {speculative.method!r} keeps a KV cache of its own, which "
-            f"OmniKVConnector does not hand off; it supports "
-            f"{', '.join(sorted(_DRAFTERS_WITHOUT_KV))}"
-        )
+    require_supported_drafter(vllm_config)
 
 
 def transferred_groups(kv_cache_config: "KVCacheConfig") -> dict[int, "KVCacheGroupSpec"]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from msgspec import UnsetType
+
 from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings
 from omni_connector.copy.choice import make_copier
 from omni_connector.copy.copier import BlockCopier
@@ -28,7 +30,7 @@ from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.opening import open_block_store
 from omni_connector.transports.choice import Transports, make_transports
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads, watch_adapter_loads
-from omni_connector.vllm_v1.identity import weight_files, weights_id
+from omni_connector.vllm_v1.identity import drafter_of, weight_files, weights_id
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,6 +53,7 @@ class Surroundings:
         weights_id: which weights an engine has, by their files; see `identity.weights_id`.
         weight_files: the files of these weights, or the digest of dummy ones; None leaves out the
             digest of the files.
+        drafter_of: which drafter an engine has, by its files; see `identity.drafter_of`.
         adapter_loads: notes which LoRA adapters vLLM loads in a worker.
         status_file: makes the file, in a runtime folder, that `omni-connector top` reads.
         prefault: whether a thread prefaults the arena's memory.
@@ -73,6 +76,7 @@ class Surroundings:
     weight_files: Callable[[OmniConfig, "VllmConfig"], ModelFiles | str | None] | None = (
         weight_files
     )
+    drafter_of: Callable[["VllmConfig"], str | UnsetType] = drafter_of
     adapter_loads: Callable[["VllmConfig"], AdapterLoads] = watch_adapter_loads
     status_file: Callable[[Path], StatusFile] = StatusFile
     prefault: bool = True

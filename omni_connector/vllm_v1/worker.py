@@ -142,6 +142,7 @@ class OmniWorker:
         stats: those of the context.
         surroundings: make the copier.
         adapters: which LoRA adapters vLLM has loaded; None where it loads none.
+        drafts: whether a drafter has layers in the KV cache.
     """
 
     def __init__(
@@ -161,8 +162,12 @@ class OmniWorker:
         stats: OmniStats,
         surroundings: Surroundings,
         adapters: AdapterLoads | None,
+        drafts: bool = False,
     ) -> None:
         self._adapters = adapters
+        self._drafts = drafts
+        # Layers of the drafter, once it has computed them more than once in a step.
+        self._repeated_layers: frozenset[str] = frozenset()
         self._context = context
         self._config = config
         self._surroundings = surroundings
@@ -296,7 +301,7 @@ class OmniWorker:
             raise
         bodies[LoadSpec] = bodies[HostLoadSpec] = loads, loader.work
         endpoints = () if arena is None else arena.endpoints
-        handshake = OmniHandshakeMetadata(endpoints, orders, attention, scales)
+        handshake = OmniHandshakeMetadata(endpoints, groups, scales)
         return _RegisteredCaches(copier, loader, handshake, bodies, arena, saver, store_jobs)
 
     def listen(self, *, introduces: bool) -> None:
@@ -332,7 +337,7 @@ class OmniWorker:
             self._following = {}
         self._metadata = metadata
         self._loads_started = self._saves_started = False
-        self._forward = Forward() if metadata.saves else None
+        self._forward = Forward(self._repeated_layers) if metadata.saves else None
 
     def clear(self) -> None:
         """End of a step: whatever the runner did not start by itself starts now."""
@@ -392,6 +397,8 @@ class OmniWorker:
         if following:
             assert forward is not None
             forward.end(None if self._caches is None else self._caches.copier.fence())
+            if self._drafts:
+                self._repeated_layers |= forward.again
             self._threads.saves.notify()
         saves = metadata.saves.items()
         self._start({job_id: spec for job_id, spec in saves if job_id not in following})

@@ -14,11 +14,13 @@ from omni_connector.testing import no_op, reference
 from tests import soak
 
 from . import vllm_itself
+from .draft_probe import EXTENSION as DRAFT_PROBE
 from .probe import EXTENSION as PROBE
 from .share_probe import EXTENSION as SHARE_PROBE
 from .store_probe import EXTENSION as STORE_PROBE
 
 BLOCK = 128
+DRAFTS = 3
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 3,
@@ -39,6 +41,7 @@ class Configuration:
         ranks: tensor-parallel size.
         probe: the `--worker-extension-cls`.
         forked: started by the fork server; else as users start engines.
+        drafter: a `--speculative-config` whose model has a KV cache; its `model` is a recipe.
     """
 
     connector: Mapping[str, Any]
@@ -48,6 +51,7 @@ class Configuration:
     ranks: int = 1
     probe: str = PROBE
     forked: bool = True
+    drafter: Mapping[str, Any] = field(default_factory=dict)
 
 
 def ours(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
@@ -60,6 +64,16 @@ def ours(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {**settings, **extra},
     }
+
+
+def drafting(method: str, recipe: str | None) -> Configuration:
+    """Engines that hand off and share, with a drafter of `DRAFTS` tokens that has a KV cache."""
+    drafter = {"method": method, "num_speculative_tokens": DRAFTS}
+    return Configuration(
+        ours(share=True),
+        probe=DRAFT_PROBE,
+        drafter=drafter if recipe is None else {**drafter, "model": recipe},
+    )
 
 
 CONFIGURATIONS = {
@@ -104,6 +118,10 @@ CONFIGURATIONS = {
         environment=soak.ENVIRONMENT,
         kv_cache_bytes=soak.KV_CACHE_BYTES,
     ),
+    "eagle": drafting("eagle", "eagle-llama"),
+    "eagle3": drafting("eagle3", "eagle3-llama"),
+    "draft_model": drafting("draft_model", "draft-llama"),
+    "mtp": drafting("mtp", None),
     "store": Configuration({**ours(), "kv_load_failure_policy": "fail"}, probe=STORE_PROBE),
 }
 """Addresses of peers and stores, which differ from run to run, are told when one is started."""

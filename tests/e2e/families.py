@@ -110,3 +110,5 @@ BY_RECIPE = {family.recipe: family for family in FAMILIES}
 # The same families with other heads, for engines of several ranks.
 BY_RECIPE["llama-one-kv-head"] = BY_RECIPE["llama"]
 BY_RECIPE["deepseek_v2-two-heads"] = BY_RECIPE["deepseek_v2"]
+# Models that drafters are made for.
+BY_RECIPE["llama-drafted"] = BY_RECIPE["mimo"] = BY_RECIPE["llama"]

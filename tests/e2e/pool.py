@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that tests share: started when a test first asks for one, checked when it is done."""
 
+import json
 import os
 import tempfile
 import time
@@ -144,6 +145,12 @@ class Pool:
             extra = transfer.get("kv_connector_extra_config", {})
             transfer["kv_connector_extra_config"] = {**extra, **connector}
         cores = sorted(os.sched_getaffinity(0))
+        speculative = []
+        if chosen.drafter:
+            drafter = dict(chosen.drafter)
+            if "model" in drafter:
+                drafter["model"] = str(self.model(drafter["model"]))
+            speculative = ["--speculative-config", json.dumps(drafter)]
         # Engines take turns; the ranks of one have a core each where there are enough.
         first = self._count if chosen.ranks == 1 else 0
         bind = "|".join(str(cores[(first + rank) % len(cores)]) for rank in range(chosen.ranks))
@@ -155,6 +162,7 @@ class Pool:
                 *BY_RECIPE[recipe].arguments,
                 *("--worker-extension-cls", chosen.probe),
                 *chosen.arguments,
+                *speculative,
                 *arguments,
             ],
             environment={

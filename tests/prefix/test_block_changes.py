@@ -134,13 +134,18 @@ def test_a_block_that_nobody_described_is_not_told_of(told):
     assert told.changes.take() == []
 
 
+def named(keys):
+    """Blocks as a look-up names them, with vLLM's hash of each, which is the name here."""
+    return [(key, key) for key in keys]
+
+
 def test_of_the_store_so_many_blocks_are_believed(told, monkeypatch):
     monkeypatch.setattr(block_changes, "_MAX_STORED", 4)
-    told.changes.looked_up("a", 0, KEYS[:3], [True] * 3)
-    told.changes.looked_up("b", 0, KEYS[3:6], [True, True, False])
+    told.changes.looked_up("a", 0, named(KEYS[:3]), [True] * 3)
+    told.changes.looked_up("b", 0, named(KEYS[3:6]), [True, True, False])
     told.hear()
     assert told.there[True] == set(KEYS[1:5])
-    told.changes.looked_up("a", 0, KEYS[:3], [True, False])
+    told.changes.looked_up("a", 0, named(KEYS[:3]), [True, False])
     told.hear()
     assert told.there[True] == {KEYS[0], KEYS[2], KEYS[3], KEYS[4]}
 

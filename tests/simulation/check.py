@@ -24,7 +24,7 @@ _KEPT: Final = re.compile(
     r"|\._avoided\b|\._connections\b|\._spare\b|\._status\b|\.pool\._(kept|kept_of|privileged_of)$|\._adapters\b"
     r"|\._?changes\b|\._beginnings\b"
     r"|\._copier\b|\._layout\b|\._commands\b|\._told\b|\._threads\b|\._void\b"
-    r"|\._manager\b|\._config\b|\._vllm_config\b|\._kv_cache_config\b"
+    r"|\._repeated_layers\b|\._manager\b|\._config\b|\._vllm_config\b|\._kv_cache_config\b"
 )
 _DEPTH: Final = 12
 

@@ -24,6 +24,11 @@ from tests.simulation.scenes import hand_off
 
 _OFTEN: Final = 0.2
 
+_WITH_DRAFTER: Final = {
+    "full": "full and drafter",
+    "window and full": "window, full and drafter",
+}
+
 _CHUNKED: Final = {"window": "chunk", "window and full": "chunk and full"}
 
 
@@ -163,6 +168,8 @@ def _drafts(plan: Plan, draw: random.Random) -> Plan:
     """Engines propose tokens, of which some are wrong."""
     if has_states(plan.engines[0].family):  # states would have to be rolled back
         return _ends(plan, draw)
+    if plan.engines[0].family in _WITH_DRAFTER and draw.random() < 0.5:
+        return _drafters(plan, draw)
     return replace(plan, engines=tuple(_drafting(each, draw) for each in plan.engines))
 
 
@@ -172,6 +179,28 @@ def _drafting(engine: EngineShape, draw: random.Random) -> EngineShape:
     drafts = draw.choice((1, 3, 5))
     # vLLM schedules a request with all its drafts, or not at all.
     return replace(engine, drafts=drafts, step_tokens=max(engine.step_tokens, 16))
+
+
+def _drafters(plan: Plan, draw: random.Random) -> Plan:
+    """All engines have the same drafter, with KV of its own."""
+    family = plan.engines[0].family
+    # With windows a prefill stops early, and modules read beyond where it does.
+    drafters = ("mtp", "mtp", "modules") if family == "full" else ("mtp",)
+    drafter, drafts = draw.choice(drafters), draw.choice((1, 2, 3))
+    engines = tuple(
+        replace(
+            each,
+            family=_WITH_DRAFTER[family],
+            drafter=drafter,
+            # What is read ahead of a position is compared, how many tokens are drafted is not.
+            drafts=drafts if drafter == "modules" else draw.choice((1, 3)),
+            step_tokens=max(each.step_tokens, 16),
+            blocks=each.blocks + blocks_of("full", each.block_size, 1),
+        )
+        for each in plan.engines
+    )
+    # The model of hints knows blocks by vLLM's hashes, and here they have other names.
+    return _unhinted(replace(plan, engines=engines))
 
 
 def _kinds(plan: Plan, draw: random.Random) -> Plan:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from tests.simulation.engines.settings import EngineShape
-from tests.toy import FAMILIES
+from tests.toy import GROUPS
 
 LONGEST: Final = 60
 """Tokens of a prompt and its answer, at most."""
@@ -17,12 +17,12 @@ SLOW_S: Final = 0.01
 
 def groups_of(family: str) -> int:
     """How many cache groups models of a family have."""
-    return len(FAMILIES[family])
+    return len(GROUPS[family])
 
 
 def has_states(family: str) -> bool:
     """Whether models of a family keep recurrent states."""
-    return "state" in FAMILIES[family]
+    return "state" in GROUPS[family]
 
 
 def blocks_of(family: str, block_size: int, spare: int) -> int:

@@ -22,7 +22,7 @@ from tests.simulation.plan import (
     groups_of,
     has_states,
 )
-from tests.toy import FAMILIES
+from tests.toy import GROUPS
 
 _OFTEN: Final = 0.15
 _SLOW_OFTEN: Final = 0.05
@@ -48,7 +48,7 @@ def sized(plan: Plan, draw: random.Random) -> Plan:
     if draw.random() >= _SIZED_OFTEN:
         return plan
     plan = replace(plan, engines=tuple(_resized(engine, draw) for engine in plan.engines))
-    windowed = "window" in FAMILIES[plan.engines[0].family]
+    windowed = "window" in GROUPS[plan.engines[0].family]
     return _windows_again(plan, draw) if windowed and draw.random() < 0.5 else plan
 
 

@@ -83,7 +83,7 @@ def test_each_feature_of_vllm_is_asked_for():
         for feature in FEATURES
     }
     shapes = [shape for plans in changed.values() for plan in plans for shape in plan.engines]
-    for name in ("drafts", "states", "late_reports", "beside", "ranks"):
+    for name in ("drafts", "drafter", "states", "late_reports", "beside", "ranks"):
         assert len({getattr(shape, name) for shape in shapes}) > 1, name
     assert {"chunk", "chunk and full"} <= {shape.family for shape in shapes}
     sizes = [{shape.ranks for shape in plan.engines} for plan in changed["_ranks"]]

@@ -59,6 +59,7 @@ from omni_connector.vllm_v1 import connector as connector_module
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads
 from omni_connector.vllm_v1.compat import tell_hash_block_size
 from omni_connector.vllm_v1.connector import OmniKVConnector
+from omni_connector.vllm_v1.drafter import tokens_ahead
 from omni_connector.vllm_v1.identity import weight_files, weights_id
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.scheduler import OmniScheduler
@@ -66,7 +67,7 @@ from omni_connector.vllm_v1.worker import OmniWorker
 from tests import inspection
 from tests.simulation import check
 from tests.simulation.engines import lifecycles
-from tests.toy import BLOCK, SLOT, kv_cache_config
+from tests.toy import BLOCK, SLOT, drafting, kv_cache_config
 from tests.toy_runner import ToyRunner
 
 from .held import Exchangeable, HeldCopier
@@ -130,6 +131,8 @@ class InProcessEngine:
         events: `--kv-events-config`.
         weights: of the toy; the file in `model` should hold the same.
         hashes_files: whether it makes the digest of all bytes of its files.
+        drafter, drafts: of `toy.drafting`; with a drafter that has KV, `family` is of
+            `toy.DRAFTED`.
     """
 
     def __init__(
@@ -159,6 +162,8 @@ class InProcessEngine:
         events: KVEventsConfig | None = None,
         weights: bytes = b"",
         hashes_files: bool = False,
+        drafter: str = "",
+        drafts: int = 0,
     ) -> None:
         _register()
         self._lifecycle = lifecycle or Lifecycle()
@@ -197,6 +202,8 @@ class InProcessEngine:
         )
         self._hashes_files = hashes_files
         self.config.cache_config.prefix_caching_hash_algo = hash_algorithm
+        if drafter:
+            self.config.speculative_config = drafting(self.config, drafter, drafts)
         self.config.kv_events_config = events
         # Block 0 is vLLM's null block, which nobody gets.
         self.kv_config = kv_cache_config(
@@ -222,6 +229,8 @@ class InProcessEngine:
             for _ in range(ranks)
         ]
         self.runner = ToyRunner(kv_caches, self.kv_config, weights)
+        self.runner.tokens_ahead = tokens_ahead(self.config)
+        self.runner.drafter_runs = max(1, drafts)
         self.runner.spoil(list(range(usable_blocks + 1)), next(_numbers))
         self.workers: list[KVConnectorBase_V1] = []
         self._copiers: list[Exchangeable] = []
@@ -393,6 +402,8 @@ class InProcessEngine:
             scheduler_stats = engine_output.scheduler_stats
             if scheduler_stats is not None and scheduler_stats.kv_connector_stats:
                 self._add_stats(scheduler_stats.kv_connector_stats)
+        if self.config.speculative_config is not None:
+            self.scheduler.update_draft_token_ids(self.runner.drafts())
         return True
 
     def run(self, until: Callable[[], bool]) -> None:

@@ -28,6 +28,7 @@ from omni_connector.stores.shared_blocks import key_prefix, readers_id
 from omni_connector.vllm_v1 import assembly
 from omni_connector.vllm_v1.identity import compatibility, weights_id
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
+from omni_connector.vllm_v1.specs import group_shapes
 from tests import inspection
 from tests.toy import BLOCK, LAYERS, kv_cache_config, write_model
 
@@ -261,8 +262,9 @@ def key(path: str, extra: dict[str, object] | None = None, load=None, ranks=1, *
     config = OmniConfig.load(extra or {}, {})
     weights = weights_id(config, vllm_config, math.inf)
     pages = (tuple("N16.C64" for _ in range(LAYERS)),)
-    workers = [OmniHandshakeMetadata((), pages, ("FLASH_ATTN",))]
-    return compatibility(config, vllm_config, kv_cache_config(9, BLOCK), workers, weights), weights
+    groups = group_shapes(kv_cache_config(9, BLOCK), pages, ("FLASH_ATTN",))
+    workers = [OmniHandshakeMetadata((), groups)]
+    return compatibility(config, vllm_config, workers, weights), weights
 
 
 def alike(one, two) -> bool:

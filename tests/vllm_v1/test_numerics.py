@@ -23,6 +23,7 @@ from omni_connector.vllm_v1.identity import (
 )
 from omni_connector.vllm_v1.kernels import scales_id
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
+from omni_connector.vllm_v1.specs import group_shapes
 from tests.toy import BLOCK, HEAD_SIZE, LAYERS, kv_cache_config, write_model
 
 from . import harness
@@ -122,8 +123,8 @@ def key(folder, changes, lora=None, **options):
         lora_config=lora,
     )
     pages = (tuple("N16.C64" for _ in range(LAYERS)),)
-    workers = [OmniHandshakeMetadata((), pages, ("FLASH_ATTN",))]
-    return compatibility(OmniConfig.load({}), vllm_config, kv_cache_config(9, BLOCK), workers)
+    groups = group_shapes(kv_cache_config(9, BLOCK), pages, ("FLASH_ATTN",))
+    return compatibility(OmniConfig.load({}), vllm_config, [OmniHandshakeMetadata((), groups)])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from omni_connector.vllm_v1.compat import tell_hash_block_size
-from tests.toy import kv_cache_config, write_model
+from tests.toy import drafting, kv_cache_config, write_model
 
 MODULE: Final = "tests.simulation.engines.connector"
 OTHER: Final = "tests.simulation.engines.other"
@@ -40,7 +40,7 @@ class EngineShape:
     Attributes:
         name: its engine id.
         role: `kv_role`; None for an engine without connector.
-        family: of `toy.FAMILIES`.
+        family: of `toy.GROUPS`.
         blocks: KV blocks that requests can have.
         block_size: tokens of one.
         ranks: tensor-parallel size.
@@ -59,7 +59,8 @@ class EngineShape:
         step_s: seconds that a step takes which computes something.
         hosts: whether it shares its prefixes with the engines of its host.
         pin_part, tenants, tenant_quota: as configured.
-        drafts: speculative tokens of a step, of a drafter without KV of its own.
+        drafts: speculative tokens of a step.
+        drafter: `mtp` or `modules`, where the drafter has KV of its own; see `toy.drafting`.
         states: `--mamba-cache-mode`, where prefixes are cached.
         late_reports: how often a rank reports in the next step only what it could report in one.
         beside: where another connector stands in MultiConnector, `before` ours or `after`; "" where
@@ -90,6 +91,7 @@ class EngineShape:
     tenants: tuple[str, ...] = ("*",)
     tenant_quota: float = 1.0
     drafts: int = 0
+    drafter: str = ""
     states: Literal["align", "all"] = "align"
     late_reports: float = 0.0
     beside: str = ""
@@ -150,7 +152,9 @@ def vllm_config(shape: EngineShape, extra: dict[str, Any]) -> VllmConfig:
     # The scheduler half asks no rank at a socket; see `SimulatedRankCopies`.
     config.parallel_config.distributed_executor_backend = "uni"
     if shape.drafts:
-        config.speculative_config = _drafter(shape.drafts, shape.overlap)
+        # Beside async scheduling runs the one that needs no answer of the step before.
+        without_kv = "ngram_gpu" if shape.overlap else "ngram"
+        config.speculative_config = _drafter(shape.drafts, shape.drafter or without_kv)
     config.kv_transfer_config = None
     if shape.role is not None:
         ours: dict[str, Any] = {
@@ -172,15 +176,8 @@ def vllm_config(shape: EngineShape, extra: dict[str, Any]) -> VllmConfig:
 
 
 @functools.cache
-def _drafter(tokens: int, overlap: bool) -> SpeculativeConfig:
-    shared = _shared_config()
-    return SpeculativeConfig(
-        method="ngram_gpu" if overlap else "ngram",  # the one that runs beside async scheduling
-        num_speculative_tokens=tokens,
-        prompt_lookup_max=2,
-        target_model_config=shared.model_config,
-        target_parallel_config=shared.parallel_config,
-    )
+def _drafter(tokens: int, drafter: str) -> SpeculativeConfig:
+    return drafting(_shared_config(), drafter, tokens)
 
 
 def cache_config(shape: EngineShape, config: VllmConfig) -> tuple[KVCacheConfig, int, int]:

@@ -83,8 +83,8 @@ FEATURES: Final = (
         "a prefill of a model with windows or states goes on behind the prompt that it hands off",
         (
             "omni_connector.handoff.truncation",
-            "    request.num_prompt_tokens -= 1\n    answer_one_token(request)\n",
-            "    request.num_prompt_tokens -= 1\n",
+            "        _answer_with(request, follows)\n    answer_one_token(request)\n",
+            "        _answer_with(request, follows)\n",
         ),
     ),
     mutant(
@@ -100,9 +100,46 @@ FEATURES: Final = (
         "drafters have KV of their own",
         "speculative decoding without KV of its own is refused",
         (
-            "omni_connector.vllm_v1.specs",
+            "omni_connector.vllm_v1.drafter",
             '{"mlp_speculator", "medusa", "ngram", "ngram_gpu", "suffix"}',
             '{"mlp_speculator", "medusa", "suffix"}',
+        ),
+    ),
+    mutant(
+        "a block's name ends with it",
+        "a drafter's KV of a block's last position is shared with other next tokens",
+        (
+            "omni_connector.kv.block_names",
+            "    if not tokens_ahead:\n",
+            "    if True:\n",
+        ),
+    ),
+    mutant(
+        "the next token is no part of a prompt",
+        "hand-offs of prompts that differ in their last token alone share slots, with a drafter's "
+        "KV of their last positions",
+        (
+            "omni_connector.vllm_v1.requests",
+            "    if tokens_ahead:\n",
+            "    if False:\n",
+        ),
+    ),
+    mutant(
+        "modules read one token ahead",
+        "MTP of several modules is handed off with KV that was computed from proposed tokens",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "        self._tokens_left = max(1, self._tokens_ahead)\n",
+            "        self._tokens_left = 1\n",
+        ),
+    ),
+    mutant(
+        "a shortened prompt is answered as it likes",
+        "a drafter computes its KV of the last token from an answer that is not what follows",
+        (
+            "omni_connector.handoff.truncation",
+            "    if drafts and request.sampling_params is not None:\n",
+            "    if False:\n",
         ),
     ),
     mutant(

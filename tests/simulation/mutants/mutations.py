@@ -130,7 +130,7 @@ OWN: Final = (
         "where a batch is computed in two halves, the layers of the second are not copied again",
         (
             "omni_connector.copy.layered",
-            "        return not layers.isdisjoint(self._again)\n",
+            "        return not layers.isdisjoint(self.again)\n",
             "        return False\n",
         ),
     ),
@@ -179,7 +179,7 @@ OWN: Final = (
         "a block that is not full has the key of a full one",
         (
             "omni_connector.handoff.sender",
-            "        return [None] * len(needed)\n    full =",
+            "        return [None] * len(needed)\n    named =",
             "        return [None] * len(needed)\n"
             "    if prompt.block_hashes:\n"
             "        return [prompt.block_hashes[min(i, len(prompt.block_hashes) - 1)] "

@@ -87,12 +87,14 @@ class World:
 
     Attributes:
         held: how many locks are held.
+        excused_drafts: what drafters have found that vLLM's own cache has mixed up.
     """
 
     def __init__(self, seed: str, pace: float = 0.0, interrupts: float = 0.0) -> None:
         self.draw = random.Random(seed)
         self.interrupts = interrupts
         self.held = 0
+        self.excused_drafts: set[bytes] = set()
         self._interruptions = random.Random(f"{seed}/locks")
         self.now = 1000.0
         self.pace = pace
