@@ -66,5 +66,5 @@ bench: setup
 
 clean:
 	rm -rf $(VENV) .venv-[0-9]* .models build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -rf .import_linter_cache
+	rm -rf .import_linter_cache .vllm-omni
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

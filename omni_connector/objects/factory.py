@@ -39,7 +39,7 @@ class ConnectorSpec:
 
 
 # vLLM-Omni's name of a setting -> our name, and how many of its units are one of ours.
-_STORE_ALIASES: Final = {
+STORE_ALIASES: Final = {
     "segment": ("segment_gib", 1 << 30),
     "localbuf": ("buffer_mib", 1 << 20),
     "proto": ("protocol", None),
@@ -60,23 +60,31 @@ def settings_of(connector: type[OmniConnector]) -> type[msgspec.Struct]:
     return msgspec.defstruct(connector.__name__, fields, frozen=True)
 
 
-def _ours(name: str, module: str, extra: dict[str, Any]) -> OmniConnector:
-    """A connector of this package; its module is imported when one is first made."""
-    connector = getattr(importlib.import_module(f"omni_connector.objects.{module}"), name)
+def class_of(name: str) -> type[OmniConnector]:
+    """The class of a connector of this package; its module is imported when it is first needed."""
+    class_name, module = _OURS[name]
+    found: type[OmniConnector] = getattr(
+        importlib.import_module(f"omni_connector.objects.{module}"), class_name
+    )
+    return found
+
+
+def _ours(name: str, extra: dict[str, Any]) -> OmniConnector:
+    connector = class_of(name)
     settings = settings_of(connector)
     foreign = _FOREIGN_SETTINGS.difference(settings.__struct_fields__)
     own = {key: value for key, value in extra.items() if key not in foreign}
-    if name == MOONCAKE_STORE:
+    if _OURS[name][0] == MOONCAKE_STORE:
         _rename(own)
     arguments = msgspec.structs.asdict(read_settings(name, settings, own))
     try:
-        return connector(**arguments)  # type: ignore[no-any-return]
+        return connector(**arguments)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from error
 
 
 def _rename(extra: dict[str, Any]) -> None:
-    for alias, (name, unit) in _STORE_ALIASES.items():
+    for alias, (name, unit) in STORE_ALIASES.items():
         if alias in extra:
             if name in extra:
                 raise ConfigError(
@@ -99,7 +107,7 @@ class OmniConnectorFactory:
 
     _lock: ClassVar = threading.Lock()
     _constructors: ClassVar[dict[str, Constructor]] = {
-        name: functools.partial(_ours, *ours) for name, ours in _OURS.items()
+        name: functools.partial(_ours, name) for name in _OURS
     }
 
     @classmethod

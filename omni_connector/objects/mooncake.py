@@ -167,12 +167,18 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         with self._lock:
             self._named[host] = None
 
-    def listen(self) -> HostPort:
+    def listen(self, zmq_port: int | None = None) -> HostPort:
         """Start to listen, which else the first `put` does; returns where.
+
+        Args:
+            zmq_port: port to listen at instead of the one of the settings, if it does not listen
+                yet.
 
         Raises:
             ConfigError, TransportError, MissingDependencyError: it cannot listen.
         """
+        if zmq_port is not None and self._server is None:
+            self._port = zmq_port
         address: HostPort = self._started().address
         return address
 

@@ -77,7 +77,7 @@ class ReceiveTopology:
 
     Attributes:
         role: see `ReceiveRole`.
-        tp_active: whether a side has several tensor-parallel ranks.
+        tp_active: whether a side has several tensor-parallel ranks, and this stage several ranks.
         cfg_size, cfg_rank, cfg_group: see `ParallelGroups.cfg`.
         sp_size, sp_rank, sp_group: see `ParallelGroups.sp`.
         world: see `ParallelGroups.world`.
@@ -112,9 +112,7 @@ class ReceiveTopology:
         tp_group = groups.of_tensor_parallel(tp_size) if tp_active else None
         tp_size = group_size(tp_group)
         if group_size(groups.world) == 1:
-            return cls(
-                ReceiveRole.LOCAL, tp_active, world=groups.world, tp_group=tp_group, tp_size=tp_size
-            )
+            return cls(ReceiveRole.LOCAL, world=groups.world, tp_group=tp_group, tp_size=tp_size)
         cfg_size = _ask_size("get_classifier_free_guidance_world_size", groups.cfg)
         cfg_rank = _ask_rank("get_classifier_free_guidance_rank", groups.cfg)
         sp_size = _ask_size("get_sequence_parallel_world_size", groups.sp)

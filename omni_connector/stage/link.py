@@ -3,7 +3,6 @@
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,13 @@ from omni_connector.runtime.backoff import Backoff
 from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.payload import KVCacheTransferData
-from omni_connector.stage.ports import RANK_STRIDE, kv_port, replica_id, stage_number
+from omni_connector.stage.ports import (
+    RANK_STRIDE,
+    configured_port,
+    kv_port,
+    replica_id,
+    stage_number,
+)
 from omni_connector.stage.receiving import read_payload
 from omni_connector.stage.tp import ReceiveKey, Topology
 
@@ -387,7 +392,7 @@ class ConnectorLink:
         found: dict[str, Any] = {"from_stage": from_stage or "0", "to_stage": to_stage or "1"}
         if sends:
             found["role"] = "sender"
-            base = int(os.path.expandvars(str(settings.get("zmq_port", ENGINE_PORT))))
+            base = configured_port(settings.get("zmq_port", ENGINE_PORT))
             # With 0 the system chooses a port for each rank.
             if base != 0:
                 rank = self._topology().rank

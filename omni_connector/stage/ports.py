@@ -42,6 +42,18 @@ def kv_port(base: int, stage: int, *, replica: int = 0, rank: int = 0) -> int:
     return port
 
 
+def configured_port(value: object) -> int:
+    """`zmq_port` of a configuration, in which variables of the environment may stand.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    text = os.path.expandvars(str(value))
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"zmq_port is {value!r}, which is no port")
+    return int(text)
+
+
 def stage_number(stage: str | int | None) -> int:
     """The stage as `kv_port` takes it: 0 where its name is no number."""
     text = str(stage)

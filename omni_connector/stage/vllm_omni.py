@@ -1,58 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers our shared-memory connector with vLLM-Omni, so that its pipelines can name it.
+"""Registers our connectors with vLLM-Omni, so that its pipelines can name them, and its connectors
+with ours.
 
 vLLM-Omni loads this through its entry-point group `vllm_omni.general_plugins`, in each of its
-processes. A pipeline then configures `{"name": "OmniSharedMemoryConnector", "extra": {...}}`.
+processes. A pipeline then configures `{"name": "OmniSharedMemoryConnector", "extra": {...}}`. Our
+manager knows vLLM-Omni's connectors as `vllm_omni.{name}`.
 """
 
+import functools
 import logging
-import math
-import time
 from collections.abc import Mapping
 from typing import Any, Final
 
 from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorBase
 from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
 
+from omni_connector.errors import OmniError
 from omni_connector.objects.base import OmniConnector
-from omni_connector.objects.factory import SHARED_MEMORY, ConnectorSpec, settings_of
+from omni_connector.objects.factory import (
+    ENGINE_PORT,
+    MOONCAKE_ENGINE,
+    MOONCAKE_STORE,
+    SHARED_MEMORY,
+    STORE_ALIASES,
+    ConnectorSpec,
+    class_of,
+    settings_of,
+)
 from omni_connector.objects.factory import OmniConnectorFactory as OurFactory
-from omni_connector.objects.shm import SharedMemoryConnector
-from omni_connector.runtime.backoff import Backoff
-from omni_connector.stage.link import LEAST_ASK_S
+from omni_connector.stage.ports import configured_port, kv_port, replica_id, stage_number
+from omni_connector.stage.tp import local_rank
 
 logger = logging.getLogger(__name__)
 
-NAME: Final = "OmniSharedMemoryConnector"
 
-_OURS: Final = frozenset(settings_of(SharedMemoryConnector).__struct_fields__)
 _SERIALIZED: Final = "vllm_omni"
-_FIRST_PAUSE_S: Final = 0.001
-_LAST_PAUSE_S: Final = 0.05
 
 
-class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
-    """`SharedMemoryConnector` of this package behind vLLM-Omni's interface.
+class _Adapter(OmniConnectorBase):  # type: ignore[misc]
+    """A connector of this package behind vLLM-Omni's interface.
 
     Bytes travel as they are. Every other object passes through vLLM-Omni's serializer, which knows
     vLLM-Omni's types and does not pickle. What a stage outside vLLM-Omni has put arrives as it was
-    put; packed KV arrives as bytes, which vLLM-Omni's manager reads.
+    put; packed KV arrives as a tensor of bytes, which vLLM-Omni's manager reads.
 
     Args:
-        config: `extra` of the pipeline's configuration. The settings of `SharedMemoryConnector`
-            are taken from it; the others, which vLLM-Omni adds, are ignored.
+        config: `extra` of the pipeline's configuration. The settings of our connector are taken
+            from it; the others, which vLLM-Omni adds, are ignored.
 
     Raises:
-        ConfigError: a setting of `SharedMemoryConnector` is ill-typed.
+        ConfigError: a setting of our connector is ill-typed.
+        MissingDependencyError, TransportError: the connector does not start.
     """
 
     supports_raw_data = False
+    _name: str
     # The base's `__del__` closes this, even if `__init__` has failed.
     _inner: OmniConnector = None  # type: ignore[assignment]
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        own = {key: value for key, value in config.items() if key in _OURS}
-        self._inner = OurFactory.create_connector(ConnectorSpec(SHARED_MEMORY, own))
+        self._inner = OurFactory.create_connector(ConnectorSpec(self._name, self._own(config)))
+
+    @classmethod
+    def _own(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        known = _settings(cls._name)
+        return {key: value for key, value in config.items() if key in known}
 
     def put(
         self, from_stage: str, to_stage: str, put_key: str, data: Any
@@ -66,30 +78,9 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
         self, from_stage: str, to_stage: str, get_key: str, metadata: dict[str, Any] | None = None
     ) -> tuple[Any, int] | None:
         """See `OmniConnector.get`."""
-        return self._get(from_stage, to_stage, get_key, metadata, math.inf)
-
-    def _get(
-        self,
-        from_stage: str,
-        to_stage: str,
-        get_key: str,
-        metadata: dict[str, Any] | None,
-        timeout: float,
-    ) -> tuple[Any, int] | None:
-        found = self._inner.get(from_stage, to_stage, get_key, metadata, timeout=timeout)
-        if found is None:
-            return None
-        data, size = found
-        if isinstance(data, memoryview):
-            return bytes(data), size
-        if not _is_serialized(data):
-            return data, size
-        try:
-            return self.deserialize_obj(data[_SERIALIZED]), size
-        except Exception:
-            # vLLM-Omni's serializer may raise anything on bytes that it has not made.
-            logger.warning("The object under %r cannot be deserialized", get_key, exc_info=True)
-            return None
+        return self._read(
+            get_key, self._inner.get(from_stage, to_stage, get_key, self._trusted(metadata))
+        )
 
     def get_with_deadline(
         self,
@@ -100,18 +91,19 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
         *,
         deadline: float,
     ) -> tuple[Any, int] | None:
-        """Call `get` until it finds the object, or `time.monotonic()` reaches `deadline`.
+        """See `OmniConnector.get_with_deadline`."""
+        found = self._inner.get_with_deadline(
+            from_stage, to_stage, get_key, self._trusted(metadata), deadline=deadline
+        )
+        return self._read(get_key, found)
 
-        The call that is under way then may take half a second more.
-        """
-        backoff = Backoff(_FIRST_PAUSE_S, _LAST_PAUSE_S)
-        while True:
-            timeout = max(deadline - time.monotonic(), LEAST_ASK_S)
-            found = self._get(from_stage, to_stage, get_key, metadata, timeout)
-            left = deadline - time.monotonic()
-            if found is not None or left <= 0:
-                return found
-            time.sleep(min(backoff.failed(), left))
+    def abandon_get(self, get_key: str) -> None:
+        """See `OmniConnector.abandon_get`."""
+        self._inner.abandon_get(get_key)
+
+    def reap_consumed(self) -> None:
+        """See `OmniConnector.reap_consumed`."""
+        self._inner.reap_consumed()
 
     def cleanup(self, request_id: str) -> None:
         """See `OmniConnector.cleanup`."""
@@ -126,6 +118,100 @@ class OmniSharedMemoryConnector(OmniConnectorBase):  # type: ignore[misc]
         if self._inner is not None:
             self._inner.close()
 
+    def _trusted(self, metadata: Any) -> Any:
+        return metadata
+
+    def _read(self, get_key: str, found: tuple[Any, int] | None) -> tuple[Any, int] | None:
+        if found is None:
+            return None
+        data, size = found
+        if isinstance(data, memoryview):
+            return bytes(data), size
+        if not _is_serialized(data):
+            return data, size
+        try:
+            return self.deserialize_obj(data[_SERIALIZED]), size
+        except Exception:
+            # vLLM-Omni's serializer may raise anything on bytes that it has not made.
+            logger.warning("The object under %r cannot be deserialized", get_key, exc_info=True)
+            return None
+
+
+class OmniSharedMemoryConnector(_Adapter):
+    """`SharedMemoryConnector` of this package, for vLLM-Omni."""
+
+    _name = SHARED_MEMORY
+
+
+class OmniMooncakeStoreConnector(_Adapter):
+    """`MooncakeStoreConnector` of this package, for vLLM-Omni."""
+
+    _name = MOONCAKE_STORE
+
+
+class OmniMooncakeTransferEngineConnector(_Adapter):
+    """`MooncakeTransferEngineConnector` of this package, for the KV of vLLM-Omni's stages.
+
+    It begins to listen with the first `put`, which tells the stage, at the port by which
+    vLLM-Omni's orchestrator names this sender to receivers (`stage.ports`).
+    """
+
+    _name = MOONCAKE_ENGINE
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self._base = configured_port(config.get("zmq_port", ENGINE_PORT))
+        self._listens = False
+
+    @classmethod
+    def _own(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        # Until the first `put` both sides are as receivers.
+        own = {key: value for key, value in super()._own(config).items() if key != "zmq_port"}
+        return own | {"role": "receiver"}
+
+    def put(
+        self, from_stage: str, to_stage: str, put_key: str, data: Any
+    ) -> tuple[bool, int, dict[str, Any] | None]:
+        """See `OmniConnector.put`."""
+        if not self._listens:
+            try:
+                self._listen(stage_number(from_stage))
+            except OmniError as error:
+                logger.warning("put of %r failed: %s", put_key, error)
+                return False, 0, None
+        return super().put(from_stage, to_stage, put_key, data)
+
+    def update_sender_info(
+        self, sender_host: str, sender_zmq_port: int, sender_rank: int | None = None
+    ) -> None:
+        """See `MooncakeTransferEngineConnector.update_sender_info`."""
+        self._engine.update_sender_info(sender_host, sender_zmq_port, sender_rank)
+
+    @property
+    def _engine(self) -> Any:
+        return self._inner
+
+    def _listen(self, stage: int) -> None:
+        port = self._base and kv_port(self._base, stage, replica=replica_id(), rank=local_rank())
+        self._engine.listen(port)
+        self._listens = True
+
+    def _trusted(self, metadata: Any) -> Any:
+        # It comes from the orchestrator, which says whom to ask for a request.
+        host = metadata.get("source_host") if isinstance(metadata, Mapping) else None
+        if isinstance(host, str):
+            try:
+                self._engine.allow_sender(host)
+            except ValueError as error:
+                logger.warning("No sender is at %r: %s", host, error)
+        return metadata
+
+
+@functools.cache
+def _settings(name: str) -> frozenset[str]:
+    found = frozenset(settings_of(class_of(name)).__struct_fields__)
+    return found | STORE_ALIASES.keys() if name == MOONCAKE_STORE else found
+
 
 def _is_serialized(data: object) -> bool:
     return (
@@ -136,6 +222,22 @@ def _is_serialized(data: object) -> bool:
 
 
 def register() -> None:
-    """Make our connector known to vLLM-Omni. Idempotent."""
-    if NAME not in OmniConnectorFactory.list_registered_connectors():
-        OmniConnectorFactory.register_connector(NAME, OmniSharedMemoryConnector)
+    """Make our connectors known to vLLM-Omni, and its to our manager. Idempotent."""
+    theirs = OmniConnectorFactory.list_registered_connectors()
+    for adapter in (
+        OmniSharedMemoryConnector,
+        OmniMooncakeStoreConnector,
+        OmniMooncakeTransferEngineConnector,
+    ):
+        if adapter.__name__ not in theirs:
+            OmniConnectorFactory.register_connector(adapter.__name__, adapter)
+    known = OurFactory.list_registered_connectors()
+    for name in theirs:
+        if not name.startswith("Omni") and f"vllm_omni.{name}" not in known:
+            OurFactory.register_connector(f"vllm_omni.{name}", functools.partial(_theirs, name))
+
+
+def _theirs(name: str, extra: dict[str, Any]) -> Any:
+    from vllm_omni.distributed.omni_connectors.utils.config import ConnectorSpec as TheirSpec
+
+    return OmniConnectorFactory.create_connector(TheirSpec(name, extra))

@@ -43,7 +43,7 @@ from omni_connector.vllm_v1.older_runners import (  # noqa: E402
     carried_report,
 )
 from omni_connector.vllm_v1.scheduler import OmniScheduler  # noqa: E402
-from omni_connector.vllm_v1.specs import require_supported  # noqa: E402
+from omni_connector.vllm_v1.specs import require_supported, require_vllm_engine  # noqa: E402
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings  # noqa: E402
 from omni_connector.vllm_v1.worker import OmniWorker  # noqa: E402
 
@@ -80,6 +80,7 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: "KVCacheConfig",
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        require_vllm_engine(vllm_config)
         self._config = OmniConfig.load(self._kv_transfer_config.kv_connector_extra_config)
         require_supported(vllm_config, kv_cache_config)
         self._manager: KVCacheManager | None = None

@@ -49,6 +49,27 @@ _SUPPORTED_KINDS: Final = frozenset(
 )
 
 
+_OMNI_DIFFUSION: Final = "vllm_omni.diffusion."
+
+
+def require_vllm_engine(vllm_config: "VllmConfig") -> None:
+    """Refuse an engine that drives a connector in another way than vLLM's scheduler does.
+
+    Raises:
+        ConfigError: it is a diffusion stage of vLLM-Omni.
+    """
+    if type(getattr(vllm_config, "model_config", None)).__module__.startswith(_OMNI_DIFFUSION):
+        # Its scheduler calls neither `bind_kv_cache_manager` nor the handshake.
+        raise ConfigError(
+            "a diffusion stage of vLLM-Omni receives KV by kv_transfer_config from "
+            "MooncakeConnector alone, and OmniKVConnector cannot take its place. Remove "
+            "kv_transfer_config from both stages, and name one of our connectors for their edge "
+            "instead: {name: OmniSharedMemoryConnector}, or between hosts {name: "
+            "OmniMooncakeTransferEngineConnector}, with need_send_cache and need_recv_cache in "
+            "omni_kv_config (docs/stage.md)"
+        )
+
+
 def require_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
     """Refuse what would start and then answer with wrong tokens.
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packed KV payload: its bytes, and what is refused."""
 
+import base64
 import json
 import struct
 import tracemalloc
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,6 +132,24 @@ def _layers(**caches: object) -> dict[str, object]:
 def test_a_payload_that_breaks_its_contract_is_refused(payload: object, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         KVCacheTransferData.validate_payload_contract(payload, "r")
+
+
+RECORDED = json.loads(Path(__file__).with_name("vllm_omni_0_30_payloads.json").read_text())
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_vllm_omni_has_packed_is_read(name: str) -> None:
+    """The bytes were recorded from `KVCacheTransferData.to_bytes` of vLLM-Omni 0.30.0."""
+    packed = base64.b64decode(RECORDED[name])
+    count = torch.arange(12).view(3, 2, 2).remainder(2 if name == "bool" else 100)
+    key = count.to(getattr(torch, name))
+    for found in (read(packed), _read_device(packed)):
+        assert (found["request_id"], found["block_ids"]) == ("req-ä", [5, 2])
+        assert found["metadata"] == {"seq_len": 3, "num_layers": 2}
+        blocks = found["layer_blocks"]
+        assert equal(blocks["key_cache"][0], key)
+        assert equal(blocks["value_cache"][0], count.flip(0).to(key.dtype))
+        assert blocks["key_cache"][1] is blocks["value_cache"][1] is None
 
 
 @given(payloads())

@@ -30,13 +30,14 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     UniformTypeKVCacheSpecs,
 )
 
-from omni_connector.errors import LayoutError  # noqa: E402
+from omni_connector.errors import ConfigError, LayoutError  # noqa: E402
 from omni_connector.kv.canonical import GroupSpec, LayerSpec  # noqa: E402
 from omni_connector.kv.shapes import difference  # noqa: E402
 from omni_connector.vllm_v1.specs import (  # noqa: E402
     group_shapes,
     group_specs,
     require_supported,
+    require_vllm_engine,
     state_refusal,
 )
 
@@ -225,3 +226,10 @@ def test_a_layer_of_another_block_size_is_refused():
     )
     with pytest.raises(LayoutError, match="layer a has blocks of 16 tokens"):
         group_specs(config(KVCacheGroupSpec(["a"], uniform)))
+
+
+def test_a_diffusion_stage_of_vllm_omni_is_refused_and_told_what_to_configure() -> None:
+    model_config = type("ModelConfig", (), {"__module__": "vllm_omni.diffusion.vllm_config"})
+    with pytest.raises(ConfigError, match=r"MooncakeConnector.*OmniSharedMemoryConnector"):
+        require_vllm_engine(SimpleNamespace(model_config=model_config()))
+    require_vllm_engine(SimpleNamespace(model_config=SimpleNamespace()))
