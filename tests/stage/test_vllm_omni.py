@@ -22,6 +22,9 @@ from omni_connector.testing.ports import free_port
 
 from ..masters import Master
 
+# The first test waits for all reports: about a minute, more where other tests have the cores.
+pytestmark = pytest.mark.timeout(700)
+
 PRELUDE = """
 import json, os, signal, sys, threading, time, traceback, types
 root, runtime, master, engine_port = sys.argv[1:]
@@ -532,7 +535,6 @@ def test_a_sender_and_a_receiver_of_its_stages(reports: dict[str, Any]) -> None:
     assert (reports["receiver"], reports["sender"]) == (0, 0)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_kv_travels_between_its_manager_and_ours(reports: dict[str, Any], pair: str) -> None:
     if pair not in reports:
