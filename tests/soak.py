@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from omni_connector.identity.kept_digests import IN_RUNTIME
 from omni_connector.net import runtime, status
 from omni_connector.testing import reference
 from omni_connector.testing.engines import Engine, EngineError, completion, prefill
@@ -283,11 +284,14 @@ def until(condition: Callable[[], object], timeout: float, what: str) -> None:
 
 
 def files(folder: Path) -> set[str]:
-    """What lies in a runtime folder and below, its subfolders and the user's key aside."""
+    """What lies in a runtime folder and below, without its subfolders, the user's key, and the
+    digests that are kept for later engines."""
     return {
         str(path.relative_to(folder))
         for path in folder.rglob("*")
-        if not path.is_dir() and path.name != runtime.LOOPBACK_KEY
+        if not path.is_dir()
+        and path.name != runtime.LOOPBACK_KEY
+        and path.relative_to(folder).parts[0] != IN_RUNTIME
     }
 
 

@@ -28,7 +28,9 @@ from omni_connector.net.runtime import check_private, runtime_dir, runtime_root
 BESIDE: Final = ".omni-connector"
 """A folder of this name beside the weights takes their digests."""
 
-_IN_RUNTIME: Final = ".digests"  # no namespace begins with a dot
+IN_RUNTIME: Final = ".digests"
+"""The folder for them in the runtime folder; no namespace begins with a dot."""
+
 _NAME: Final = "digests.json"
 _FORMAT: Final = 1
 
@@ -85,7 +87,7 @@ class KeptDigests:
         beside = folder / BESIDE
         # The lock is always this user's own, so that nobody else can hold it.
         runtime_dir()
-        own = runtime_root() / _IN_RUNTIME
+        own = runtime_root() / IN_RUNTIME
         with contextlib.suppress(FileExistsError):
             own.mkdir(mode=0o700)
         check_private(own)
