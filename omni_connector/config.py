@@ -179,6 +179,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             computed without hand-off.
         load_timeout_s: seconds that a decode engine waits for a peer's answer, and again for the
             bytes, from the load's first piece on.
+        drain_quiet_s: seconds without a new request after which a server that drains takes itself
+            to be out of its routers, and stops; see `vllm_v1.drain_middleware`.
         copy_threads: threads that work on one copy between KV blocks and slots of a KV cache in
             the host's memory, of each rank; None takes the cores that the rank has beside vLLM's
             compute threads, 4 at most.
@@ -216,6 +218,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     handoff_ttl_s: float = 120.0
     arena_wait_s: float = 10.0
     load_timeout_s: float = 30.0
+    drain_quiet_s: float = 5.0
     copy_threads: int | None = None
     integrity: Literal["full", "generation"] = "full"
     listen: str | None = None
@@ -273,7 +276,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return config
 
     def _check_ranges(self) -> None:
-        for key in ("arena_gib", "handoff_ttl_s", "arena_wait_s", "load_timeout_s"):
+        seconds = ("handoff_ttl_s", "arena_wait_s", "load_timeout_s", "drain_quiet_s")
+        for key in ("arena_gib", *seconds):
             value = getattr(self, key)
             if value is not None:
                 _check_positive(key, value)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from omni_connector.copy.threads import CopyThread
     from omni_connector.handoff.channel import ControlChannel
     from omni_connector.handoff.directory import Handoff, SlotDirectory
+    from omni_connector.handoff.serving import ServingState
     from omni_connector.objects.exchange import Exchange
     from omni_connector.objects.object_store import ObjectStore
     from omni_connector.objects.peer import Peer
@@ -85,6 +86,11 @@ def waiting_jobs(turn: Callable[[], object]) -> Callable[[], int]:
 def directory(half: "OmniScheduler") -> "SlotDirectory | None":
     """Return what an engine keeps of its slots; None where it hands nothing off."""
     return half._directory
+
+
+def serving(half: "OmniScheduler") -> "ServingState":
+    """Return which hand-offs an engine takes part in now."""
+    return half._serving
 
 
 def handoffs(half: "OmniScheduler") -> "list[Handoff]":

@@ -24,6 +24,7 @@ VLLM = {
     "external_unspecified",
     "get_num_skipped_tokens",
     "reload_weights",
+    "run_engine_core",
     "weight_version",
 }
 """Names of vLLM's that no code of ours uses."""
@@ -33,9 +34,12 @@ OTHERS = {
     "FlashAttention": "kernels",
     "MessagePack": "the wire format",
     "ModelScope": "a hub of models",
+    "KillMode": "a setting of systemd",
     "OpenMP": "threads of vLLM's CPU build",
+    "preStop": "a hook of Kubernetes",
     "ServeGen": "traces that benchmarks replay",
     "TiB": "a unit",
+    "TimeoutStopSec": "a setting of systemd",
     "ValueErrors": "a plural",
     "config.json": "a file of a model",
     "mooncake.store": "a module of Mooncake's",

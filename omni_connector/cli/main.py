@@ -15,6 +15,7 @@ from pathlib import Path
 
 from omni_connector import __version__
 from omni_connector.errors import ConfigError, UnsupportedVersionError
+from omni_connector.net.orders import ROLES
 from omni_connector.plugin import require_supported_vllm
 
 _DEMO = """Start a prefill engine, a decode engine and vllm-router on this machine, send prompts
@@ -37,6 +38,14 @@ _EXPLAIN = """Say where the KV of a prompt is for each engine that shares prefix
 cache, its arena, the arena of another engine, or the store; why the first missing block is missing;
 and what a request with this prompt would load and compute. Prompts with LoRA adapters or images
 cannot be asked for."""
+
+
+_DRAIN = """Have an engine answer what it holds and offer no new hand-offs, so that it can be
+stopped without loss. Its answers to prefill requests say so at once, and its server takes itself
+out of routers that look at /health, where it runs with the middleware of this package."""
+
+_ROLE = """Have an engine only prefill for others (prefill), only decode what others have prefilled
+(decode), or both, without a restart. What it holds is not affected."""
 
 
 def _cache_dir() -> Path | None:
@@ -169,7 +178,42 @@ def parser() -> argparse.ArgumentParser:
         help="let the tokenizer that an engine names run code of its own",
     )
     why.add_argument("--json", action="store_true", help="print a JSON document")
+    _add_orders(commands)
     return top
+
+
+def _add_orders(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    drain = commands.add_parser("drain", help="prepare to stop an engine", description=_DRAIN)
+    drain.add_argument(
+        "engine",
+        nargs="?",
+        default="",
+        metavar="ENGINE",
+        help="beginning of its id (default: the only engine there is)",
+    )
+    drain.add_argument(
+        "--wait",
+        type=_seconds,
+        metavar="S",
+        help="wait until it is empty, so many seconds at most (default: do not wait)",
+    )
+    drain.add_argument(
+        "--quiet",
+        type=_seconds,
+        default=5.0,
+        metavar="S",
+        help="it is empty only after so many seconds without a new request (default: %(default)s)",
+    )
+    drain.add_argument("--undo", action="store_true", help="have it serve again")
+    role = commands.add_parser("role", help="what an engine does of hand-offs", description=_ROLE)
+    role.add_argument("engine", metavar="ENGINE", help="beginning of its id")
+    role.add_argument("role", choices=ROLES, help="the role that it shall have")
+    for command in (drain, role):
+        command.add_argument(
+            "--namespace",
+            metavar="NAME",
+            help="of the engine (default: that of the environment, else default)",
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -250,6 +294,20 @@ def _run(options: argparse.Namespace) -> int:
             trusts_code=options.trust_remote_code,
         )
         return explain(asking, options.namespace, options.engine, as_json=options.json)
+    if options.command == "drain":
+        from omni_connector.cli.orders import drain
+
+        return drain(
+            options.engine,
+            options.namespace,
+            wait=options.wait,
+            quiet=options.quiet,
+            undo=options.undo,
+        )
+    if options.command == "role":
+        from omni_connector.cli.orders import role
+
+        return role(options.engine, options.role, options.namespace)
     if options.cache is None:
         raise ConfigError("demo: this user has no home folder: give --cache DIR")
     require_supported_vllm()  # vLLM also installs `rich`, which the demo needs

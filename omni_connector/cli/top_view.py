@@ -26,7 +26,12 @@ _OTHER_COLUMNS: Final = 75
 _LINES: Final = 16
 """Most remarks, and most rows of each table below the engines, so that a terminal shows them."""
 
-_STATES: Final = {"live": "green", "silent": "bold red"}
+_STATES: Final = {
+    "live": "green",
+    "draining": "yellow",
+    "drained": "yellow",
+    "silent": "bold red",
+}
 
 
 def show(look: Callable[[], Reading], history: History, once: bool, interval: float) -> None:
@@ -102,13 +107,16 @@ def _engines(reading: Reading, history: History, width: int) -> Table:
         return cut
 
     for engine in reading.engines:
-        state = reading.state(engine)
+        state, phase = reading.state(engine), engine.service.phase
+        if state == "live" and phase != "serving":
+            state = phase
+        role = engine.service.role or engine.role.removeprefix("kv_")
         ranks = f"{engine.ranks} x " if engine.ranks > 1 else ""
         table.add_row(
             Text("\n").join(
                 [cell(label(engine.engine_id)), cell(ranks + last_part(engine.model), "dim")]
             ),
-            Text.assemble(engine.role.removeprefix("kv_")[:8], "\n", (state, _STATES[state])),
+            Text.assemble(role[:8], "\n", (state, _STATES[state])),
             bar(engine.usage),
             *_numbers(engine, history.rates(engine, reading.time), hit_rates([engine])),
         )

@@ -355,6 +355,11 @@ class SlotDirectory:
             free, cached, _ = self.pool.counts()
             return self.num_slots - free - cached, cached, len(self._leases)
 
+    @property
+    def num_handoffs(self) -> int:
+        """Hand-offs that have not ended, those of running prefills included; takes no lock."""
+        return len(self._handoffs)
+
     def counts(self) -> tuple[tuple[int, int, int], int]:
         """(what the pool counts, leases), for each step: cheap, as it takes no lock.
 

@@ -70,6 +70,30 @@ def _answer_with(request: Any, token: int) -> None:
     request.sampling_params = sampling
 
 
+def may_be_cut(request: Any) -> bool:
+    """Whether a request that asks for a hand-off in vain can be answered without its prompt.
+    Whoever asked waits for the hand-off, and not for tokens."""
+    return (
+        request.max_tokens == 1
+        and request.num_prompt_tokens > 1
+        and request.prompt_token_ids is not None
+        and request.prompt_embeds is None
+        and not request.mm_features
+        and not request.resumable
+        and not request.skip_reading_prefix_cache  # also where log-probabilities are wanted
+        and not wants_remote_kv(request.kv_transfer_params or {})
+    )
+
+
+def cut(request: Any) -> None:
+    """Have a request computed of its first token only; see `may_be_cut`."""
+    request.prompt_token_ids = request.prompt_token_ids[:1]
+    del request._all_token_ids[1:]
+    request.num_prompt_tokens = 1
+    request.block_hashes = request.block_hashes[:0]
+    answer_one_token(request)
+
+
 def answer_one_token(request: Any) -> None:
     """Have a request end with the first token of its answer."""
     request.max_tokens = 1

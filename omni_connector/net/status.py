@@ -27,6 +27,7 @@ from msgspec import Meta, Struct
 
 from omni_connector import __version__
 from omni_connector.net.forks import forget_in_child
+from omni_connector.net.orders import ORDER, Orders, Service, forget_orders, read_orders
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.stats import FAILURE, PEER
 
@@ -44,6 +45,7 @@ SIGN_OF_LIFE_S: Final = 5.0
 """Seconds after which an engine writes even if nothing has changed."""
 
 _SWEEP_S: Final = 10.0
+
 _NAME: Final = re.compile(r"\.?[0-9a-f]{16}\.status")
 _LOOKS: Final = 3
 _DRAWN_ID: Final = re.compile(r"([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}(.*)")
@@ -101,6 +103,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
         arena_bytes: of the arenas of all ranks; 0 where it has none.
         started, written: seconds of Unix time.
         usage: as it is now.
+        service: its phase, its role, and its requests.
         prompt_tokens: of all prompts that it has begun to compute.
         cached_tokens: the ones whose KV it did not compute, wherever that came from.
         counts: by the names of the metrics.
@@ -122,6 +125,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     started: _Amount = 0.0
     written: _Amount = 0.0
     usage: Usage = Usage()
+    service: Service = Service()
     prompt_tokens: _Count = 0
     cached_tokens: _Count = 0
     counts: _Counts = {}
@@ -178,6 +182,13 @@ class StatusFile:
         Raises:
             OSError: it could not be written; then the former content stands, if it still can.
         """
+        for _ in range(_LOOKS - 1):
+            with contextlib.suppress(FileNotFoundError):  # it was swept before it was locked
+                self._write(text)
+                return
+        self._write(text)
+
+    def _write(self, text: bytes) -> None:
         hidden = self._path.with_name(f".{self._path.name}")
         fd = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
@@ -192,15 +203,20 @@ class StatusFile:
         self._let_go()
         self._locked = fd
 
+    def orders(self) -> Orders:
+        """What this engine is asked to do, by signal files beside its own. Raises nothing."""
+        return read_orders(self._path)
+
     def sweep(self) -> None:
         """Remove the files of dead engines in the same folder."""
         sweep(self._path.parent)
 
     def close(self) -> None:
-        """Remove the file. Idempotent."""
+        """Remove the file, and what was ordered. Idempotent."""
         if os.getpid() == self._process:  # else it belongs to the parent process
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
+            forget_orders(self._path)
         self._let_go()
 
     def _let_go(self) -> None:
@@ -221,6 +237,8 @@ class StatusReport:
             what is reported even while it is 0.
         usage: what the arena holds now.
         context: clock and locks.
+        service: which requests the engine serves now.
+        obey: takes what the engine is asked to do, at each tick.
     """
 
     def __init__(
@@ -229,6 +247,8 @@ class StatusReport:
         engine: EngineStatus,
         usage: Callable[[], Usage],
         context: EngineContext,
+        service: Callable[[], Service] = Service,
+        obey: Callable[[Orders], object] = lambda orders: None,
     ) -> None:
         self._file = file
         self._engine = msgspec.structs.replace(
@@ -241,6 +261,8 @@ class StatusReport:
             started=time.time(),
         )
         self._usage = usage
+        self._service = service
+        self._obey = obey
         self._clock = context.clock
         self._lock = context.lock()
         self._prompt_tokens = self._cached_tokens = 0
@@ -278,9 +300,13 @@ class StatusReport:
             self._cached_tokens += min(tokens, cached)
 
     def tick(self) -> None:
-        """Write what has changed, if the last time is long enough ago. Raises nothing."""
+        """Obey orders, and write what has changed, if the last time is long enough ago. Raises
+        nothing."""
+        if self._closed:
+            return
+        self._obey(self._file.orders())
         now = self._clock()
-        if self._closed or now < self._told_at + WRITE_S:
+        if now < self._told_at + WRITE_S:
             return
         status = self._status()
         try:
@@ -309,10 +335,12 @@ class StatusReport:
 
     def _status(self) -> EngineStatus:
         usage = self._usage()
+        service = self._service()
         with self._lock:
             return msgspec.structs.replace(
                 self._engine,
                 usage=usage,
+                service=service,
                 prompt_tokens=self._prompt_tokens,
                 cached_tokens=self._cached_tokens,
                 counts=dict(self._counts),
@@ -329,7 +357,17 @@ def read(folder: Path) -> tuple[list[EngineStatus], list[str]]:
     Raises:
         OSError: the folder cannot be read.
     """
-    found: list[EngineStatus] = []
+    found, remarks = read_each(folder)
+    return list(found.values()), remarks
+
+
+def read_each(folder: Path) -> tuple[dict[Path, EngineStatus], list[str]]:
+    """As `read`, by the status file of each engine.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    found: dict[Path, EngineStatus] = {}
     remarks: list[str] = []
     for name in _names(folder):
         try:
@@ -338,23 +376,28 @@ def read(folder: Path) -> tuple[list[EngineStatus], list[str]]:
                 continue
             with open(fd, "rb") as file:
                 if not name.startswith("."):  # else its engine is still writing it
-                    found.append(_decoded(file.read(MAX_BYTES + 1)))
+                    found[folder / name] = _decoded(file.read(MAX_BYTES + 1))
         except (OSError, ValueError, RecursionError) as error:  # msgspec's own are ValueErrors
             remarks.append(plain(f"{name} was skipped: {error}"))
     return found, remarks
 
 
 def sweep(folder: Path) -> None:
-    """Remove the files of dead engines.
+    """Remove the files of dead engines, and orders to them.
 
     Raises:
         OSError: the folder cannot be read.
     """
+    orders = [folder / name for name in os.listdir(folder) if ORDER.fullmatch(name)][:MAX_FILES]
     for name in _names(folder):
         with contextlib.suppress(OSError):
             fd = _of_living(folder / name)
             if fd is not None:
                 os.close(fd)
+    for order in orders:
+        if not order.with_name(order.name.removeprefix(".")).with_suffix(".status").exists():
+            with contextlib.suppress(OSError):
+                order.unlink(missing_ok=True)
 
 
 def _names(folder: Path) -> Iterator[str]:

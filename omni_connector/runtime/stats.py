@@ -65,6 +65,9 @@ GAUGES: Final = {
     "slots_pinned": "Slots of them that are pinned.",
     "slots_total": "Slots in the arena.",
     "leases": "Hand-offs leased to a peer.",
+    "draining": "1 while the engine drains, else 0.",
+    "offers_handoffs": "1 while the engine offers new hand-offs, else 0.",
+    "fetches_handoffs": "1 while the engine fetches hand-offs, else 0.",
 }
 
 _KINDS: Final[dict[type[Exception], str]] = {

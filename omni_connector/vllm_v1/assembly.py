@@ -32,10 +32,12 @@ from omni_connector.handoff.periodic_tasks import PeriodicTasks
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.server import ControlServer
+from omni_connector.handoff.serving import ServingState, roles_of
 from omni_connector.identity.epochs import WeightsEpoch
 from omni_connector.identity.full_digest import WeightFilesDigest
 from omni_connector.identity.weight_files import process_began
 from omni_connector.net.keys import load_key
+from omni_connector.net.orders import Orders
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import is_dead, loopback_key, runtime_dir, socket_path, tidy
 from omni_connector.net.status import EngineStatus, StatusReport, Usage
@@ -140,12 +142,14 @@ def make_scheduler(
     workers: Mapping[tuple[int, int], OmniHandshakeMetadata],
     manager: "KVCacheManager",
     surroundings: Surroundings,
+    alone: bool,
 ) -> OmniScheduler:
     """The scheduler half, with its control channel open.
 
     Args:
         workers: what the ranks say of their caches, by (pipeline rank, tensor rank).
         manager: knows the block ids of running requests.
+        alone: whether this is the only connector of the engine.
 
     Raises:
         ConfigError: the ranks disagree, or a setting is wrong.
@@ -154,7 +158,7 @@ def make_scheduler(
     """
     return _Assembly(
         config, vllm_config, kv_cache_config, _agreeing(workers), manager, surroundings
-    ).scheduler()
+    ).scheduler(alone=alone)
 
 
 class _Assembly:
@@ -203,6 +207,8 @@ class _Assembly:
         self._key = None if config.key_file is None else load_key(config.key_file)
         with_arena = _has_arena(config, vllm_config, kv_cache_config)
         self._directory = self._new_directory() if with_arena else None
+        roles = roles_of(str(transfer.kv_role), handoff=config.handoff)
+        self._serving = ServingState(roles, self._context)
         self._status = self._new_status()
         self._periodic_tasks = PeriodicTasks(
             self._folder,
@@ -214,7 +220,7 @@ class _Assembly:
         wanted = vllm_config.kv_events_config
         self._events = self._kv_events() if wanted and wanted.enable_kv_cache_events else None
 
-    def scheduler(self) -> OmniScheduler:
+    def scheduler(self, *, alone: bool) -> OmniScheduler:
         """The half. Nothing is left open where it cannot be made."""
         tidy(self._folder)
         directory = self._directory
@@ -251,7 +257,11 @@ class _Assembly:
             weight_files=self._weight_files(channel),
             events=self._events,
             calls=self._calls(shared),
-            report=SchedulerReport(self._stats, self._periodic_tasks, directory, self._status),
+            report=SchedulerReport(
+                self._stats, self._periodic_tasks, directory, self._status, self._serving
+            ),
+            serving=self._serving,
+            alone=alone,
         )
 
     def _new_directory(self) -> SlotDirectory:
@@ -278,7 +288,13 @@ class _Assembly:
             ),
             Usage if self._directory is None else self._directory.status,
             self._context,
+            self._serving.service,
+            self._obey,
         )
+
+    def _obey(self, orders: Orders) -> None:
+        if self._serving.follow(orders):
+            self._periodic_tasks.count("bad_order")
 
     def _server(self, directory: SlotDirectory) -> ControlServer:
         return ControlServer(

@@ -12,6 +12,10 @@ preemptions late or not at all, which does no harm: a block that is being copied
 `older_runners` has what older model runners need, which others maintain.
 """
 
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+_ENGINE_CORE = "vllm.v1.engine.core"
 
 
 def cache_hit_source(counter: str = "tokens_loaded") -> Any:
@@ -156,6 +163,44 @@ def manager_of(context: Any) -> "KVCacheManager":
         f"vLLM binds a {type(context).__name__}, which has no kv_cache_manager: omni-connector "
         "needs it to hold blocks and to look up those of requests; install a tested vLLM"
     )
+
+
+def shutdown_timeout(vllm_config: "VllmConfig") -> float:
+    """Seconds that vLLM gives requests to end at a shutdown (`--shutdown-timeout`); 0 for none."""
+    return float(getattr(vllm_config, "shutdown_timeout", 0))
+
+
+def notice_shutdown(notice: Callable[[], object]) -> bool:
+    """Have a function called when the process of vLLM's engine core is told to end.
+
+    No hook of a connector tells it. The engine core does by a handler of SIGTERM and SIGINT in its
+    main thread (vLLM's `run_engine_core`), which is set before the connector is made. That
+    handler is called after ours.
+
+    Args:
+        notice: called within a signal handler, so it must take no lock.
+
+    Returns:
+        Whether this is such a process. In the process of another program, as with `LLM`, signals
+        are left alone.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    found = False
+    for number in (signal.SIGTERM, signal.SIGINT):
+        theirs = signal.getsignal(number)
+        if not callable(theirs) or getattr(theirs, "__module__", "") != _ENGINE_CORE:
+            continue
+
+        def handler(
+            signum: int, frame: FrameType | None, theirs: Callable[..., object] = theirs
+        ) -> None:
+            notice()
+            theirs(signum, frame)
+
+        signal.signal(number, handler)
+        found = True
+    return found
 
 
 def worker_stats(output: "KVConnectorOutput") -> OmniStats | None:

@@ -28,7 +28,12 @@ from vllm.logger import init_logger  # noqa: E402
 from omni_connector.config import OmniConfig  # noqa: E402
 from omni_connector.copy.ledger import SETTLE_S  # noqa: E402
 from omni_connector.vllm_v1.assembly import make_scheduler, make_worker  # noqa: E402
-from omni_connector.vllm_v1.compat import cache_hit_source, manager_of  # noqa: E402
+from omni_connector.vllm_v1.compat import (  # noqa: E402
+    cache_hit_source,
+    manager_of,
+    notice_shutdown,
+    shutdown_timeout,
+)
 from omni_connector.vllm_v1.control_calls import ControlCalls  # noqa: E402
 from omni_connector.vllm_v1.metadata import (  # noqa: E402
     OmniConnectorMetadata,
@@ -182,7 +187,8 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
             key: meta for key, meta in metadata.items() if isinstance(meta, OmniHandshakeMetadata)
         }
         assert self._manager is not None, "vLLM binds it before"
-        if not workers:
+        alone = bool(workers)
+        if not alone:  # so this is one of several connectors: see `get_handshake_metadata`
             workers = introduced_workers(self._config, self._vllm_config)
         self._scheduler_half = make_scheduler(
             self._config,
@@ -191,7 +197,10 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
             workers=workers,
             manager=self._manager,
             surroundings=self._surroundings(),
+            alone=alone,
         )
+        leave = partial(self._scheduler_half.leave, shutdown_timeout(self._vllm_config))
+        notice_shutdown(leave)
         # vLLM asks this in each step for each request that waits, so no call lies in between.
         asked = self._scheduler_half.get_num_new_matched_tokens
         self.get_num_new_matched_tokens = asked  # type: ignore[method-assign]
@@ -237,7 +246,7 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.request_finished(request)
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler.copying()
+        return self._scheduler.has_work()
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler.frees_soon()

@@ -14,9 +14,11 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
+import msgspec
+
 from omni_connector.errors import OmniError
 from omni_connector.net.runtime import namespace_dir
-from omni_connector.net.status import Usage, read
+from omni_connector.net.status import read
 
 POLL_S: Final = 0.3
 """Seconds between two looks. With the engine's own delay the gauges are at most a second old."""
@@ -37,13 +39,13 @@ class LiveGauges:
 
     Args:
         namespace: of the engines.
-        gauges: by engine id, gauges by the names of `Usage`'s fields.
+        gauges: by engine id, gauges by the names of `Usage`'s fields and of `Service.gauges`.
     """
 
     def __init__(self, namespace: str, gauges: Mapping[str, Mapping[str, SettableGauge]]) -> None:
         self._namespace = namespace
         self._gauges = gauges
-        self._shown: dict[str, Usage] = {}
+        self._shown: dict[str, dict[str, int]] = {}
 
     def start(self) -> threading.Thread:
         """Refresh them from now on, until this object is collected or the process ends."""
@@ -65,10 +67,11 @@ class LiveGauges:
             if gauges is None:
                 continue
             found = True
-            if self._shown.get(engine.engine_id) != engine.usage:
-                self._shown[engine.engine_id] = engine.usage
+            values = msgspec.structs.asdict(engine.usage) | engine.service.gauges
+            if self._shown.get(engine.engine_id) != values:
+                self._shown[engine.engine_id] = values
                 for name, gauge in gauges.items():
-                    gauge.set(getattr(engine.usage, name))
+                    gauge.set(values[name])
         return found
 
     def forget(self, engine_id: str) -> None:

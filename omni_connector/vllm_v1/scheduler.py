@@ -27,7 +27,14 @@ from omni_connector.handoff.periodic_tasks import PeriodicTasks
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
-from omni_connector.handoff.truncation import TRUNCATED, truncate, truncation_refusal
+from omni_connector.handoff.serving import UNSERVED, ServingState
+from omni_connector.handoff.truncation import (
+    TRUNCATED,
+    cut,
+    may_be_cut,
+    truncate,
+    truncation_refusal,
+)
 from omni_connector.identity.adapters import AdapterContents
 from omni_connector.identity.epochs import WeightsEpoch
 from omni_connector.identity.full_digest import WeightFilesDigest
@@ -89,6 +96,8 @@ class OmniScheduler:
         events: of arena and store, for vLLM to publish; None where it publishes none.
         calls: answers what is asked through vLLM.
         report: tells vLLM and the status file what was counted; closed with this.
+        serving: which hand-offs this engine takes part in now.
+        alone: whether no other connector beside this one sees the requests.
     """
 
     def __init__(
@@ -111,6 +120,8 @@ class OmniScheduler:
         events: KVEvents | None,
         calls: ControlCalls,
         report: SchedulerReport,
+        serving: ServingState,
+        alone: bool,
     ) -> None:
         self._trace = context.trace
         self._clock = context.clock
@@ -131,6 +142,9 @@ class OmniScheduler:
         self._hint_warnings = Warnings(logger, context.clock)
         self.answer_call = calls.answer
         self._report = report
+        self._serving = serving
+        serving.busy = self._busy
+        self._alone = alone
         self._adapters = AdapterContents(context, vllm_config.parallel_config.tensor_parallel_size)
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._fails_by_block = fails_by_block(kv_cache_config)
@@ -164,6 +178,7 @@ class OmniScheduler:
 
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived: ask for its KV elsewhere, or prepare to hand it off."""
+        self._serving.begins(request.request_id)
         self._follow_weights()
         take_hints(request, self._shared, self._stats, self._hint_warnings)
         drop_unusable(request, self._stats)
@@ -212,6 +227,10 @@ class OmniScheduler:
         adapter: str,
     ) -> None:
         remote = parse_remote_prefill(params)
+        if (refusal := self._serving.fetch_refusal()) is not None:
+            self._stats.fail(refusal)
+            receiver.reject(remote)  # the prefill engine need not keep it
+            return
         num_tokens = max(0, request.num_prompt_tokens - self._tokens_left)
         prompt = self._prompt(request, num_tokens, adapter)
         if prompt is None:
@@ -246,11 +265,16 @@ class OmniScheduler:
         if num_tokens < 1:
             sender.add(request, prompt, refusal="nothing_to_hand_off")
             return
-        refusal = "control_ended" if self._periodic_tasks.ended() else None
-        if request.resumable:  # it goes on writing, and a state is overwritten in place
-            refusal = "resumable"
-        elif truncated and self._tokens_ahead:  # the tokens that the drafter's KV depends on
-            refusal = "truncated_elsewhere"
+        refusal = self._serving.offer_refusal()
+        if refusal is not None:
+            if self._alone and may_be_cut(request):
+                cut(request)
+        elif self._periodic_tasks.ended():
+            refusal = "control_ended"
+        if refusal is None and request.resumable:
+            refusal = "resumable"  # it goes on writing, and a state is overwritten in place
+        elif refusal is None and truncated and self._tokens_ahead:
+            refusal = "truncated_elsewhere"  # the tokens that the drafter's KV depends on
         elif refusal is None and self._stops_early and not truncated:
             refusal = truncation_refusal(request, num_tokens)
             if refusal is None:
@@ -260,7 +284,8 @@ class OmniScheduler:
                 prompt = msgspec.structs.replace(prompt, named_tokens=num_tokens - read_beyond)
         if refusal is not None:
             self._stats.fail(refusal)
-            logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)
+            if refusal not in UNSERVED:  # of which the log says so once
+                logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)
         else:
             self._trace.begin(request.request_id, "queued")
         sender.add(request, prompt, refusal)
@@ -448,11 +473,23 @@ class OmniScheduler:
                 answer = self._sender.finish(request)
         if self._trace.end(request.request_id) == "prefill":
             self._trace.span("answer", now(), request.request_id, request=request.request_id)
+        self._serving.ends(request.request_id)
         return False, answer
 
     def copying(self) -> bool:
         """Whether a later step has to free blocks that copies hold, or to copy more."""
         return bool(self._ledger) or (self._shared is not None and bool(self._shared.saves.waiting))
+
+    def _busy(self) -> bool:
+        return self.copying() or (self._directory is not None and self._directory.num_handoffs > 0)
+
+    def leave(self, timeout: float) -> None:
+        """vLLM shuts this engine down within so many seconds. Called within a signal handler."""
+        self._serving.leave(timeout)
+
+    def has_work(self) -> bool:
+        """Whether vLLM has to go on stepping although it has nothing to compute."""
+        return self.copying() or self._serving.stays()
 
     def settle(self, look: Callable[[], Ended | None]) -> None:
         """See `CopyLedger.settle`."""

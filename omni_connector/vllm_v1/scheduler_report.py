@@ -3,8 +3,9 @@
 
 from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.handoff.periodic_tasks import PeriodicTasks
+from omni_connector.handoff.serving import ServingState
 from omni_connector.net.status import StatusReport
-from omni_connector.runtime.stats import COUNTERS, GAUGES
+from omni_connector.runtime.stats import COUNTERS
 from omni_connector.vllm_v1.metrics import OmniStats
 
 
@@ -16,6 +17,7 @@ class SchedulerReport:
         events: of other threads.
         directory: of the slots that the gauges tell of; None where there is no arena.
         status: takes the counts of both halves, closed with this.
+        serving: role and phase, which gauges tell too.
     """
 
     def __init__(
@@ -24,12 +26,15 @@ class SchedulerReport:
         events: PeriodicTasks,
         directory: SlotDirectory | None,
         status: StatusReport,
+        serving: ServingState,
     ) -> None:
         self._stats = stats
         self._events = events
         self._directory = directory
         self._status = status
+        self._serving = serving
         self._slot_counts: object = None  # those of the gauges
+        self._service: object = None
 
     def workers(self, counted: OmniStats) -> None:
         """The workers have counted this."""
@@ -50,6 +55,7 @@ class SchedulerReport:
                     stats.fail(event, number)
         if self._directory is not None:
             self._set_gauges(self._directory)
+        self._set_service()
         taken = stats.take()
         if taken is not None:
             self._status.add(taken.data)
@@ -61,7 +67,19 @@ class SchedulerReport:
         self._slot_counts = counts
         held, cached, leases = directory.usage()
         pinned, total = directory.pool.num_pinned, directory.num_slots
-        for name, value in zip(GAUGES, (held, cached, pinned, total, leases), strict=True):
+        self._stats.gauge("slots_in_use", held)
+        self._stats.gauge("slots_cached", cached)
+        self._stats.gauge("slots_pinned", pinned)
+        self._stats.gauge("slots_total", total)
+        self._stats.gauge("leases", leases)
+
+    def _set_service(self) -> None:
+        serving = self._serving
+        service = serving.draining, serving.role
+        if service == self._service:
+            return
+        self._service = service
+        for name, value in serving.service().gauges.items():
             self._stats.gauge(name, value)
 
     def close(self) -> None:

@@ -264,3 +264,25 @@ def test_an_engine_of_a_strange_name_is_shown(place: Path, clock: FakeClock) -> 
     ((found,), _) = read(place)
     assert found.engine_id.startswith("?x")
     told.close()
+
+
+def test_a_file_that_is_swept_while_it_is_written_is_written_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = StatusFile(place)
+    flock = module.fcntl.flock
+    swept = []
+
+    def late(fd: int, how: int) -> None:
+        if not swept:  # a reader looks in before the lock
+            swept.extend(place.iterdir())
+            for path in place.iterdir():
+                path.unlink()
+        flock(fd, how)
+
+    monkeypatch.setattr(module.fcntl, "flock", late)
+    file.write(encoded())
+    assert swept
+    assert len(read(place)[0]) == 1
+    file.close()
+    assert os.listdir(place) == []

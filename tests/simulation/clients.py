@@ -9,7 +9,9 @@ from typing import Any, Final
 
 from vllm.v1.engine import FinishReason
 
+from omni_connector.handoff.serving import UNSERVED
 from omni_connector.prefix.hints import KEY
+from tests import inspection
 from tests.simulation.deployment import Deployment
 from tests.simulation.engines.answering import PLAIN, Answering
 from tests.simulation.engines.engine import SimulatedEngine
@@ -46,6 +48,8 @@ class Sent:
         plain: whether it wants nothing handed off, so that nothing that goes wrong can end it.
         wish: what it asks of the prefix cache.
         may_fail: whether it is such that vLLM itself ends it with an error.
+        late: whether its hand-off may be decided later than it arrives, as that of one with an
+            adapter.
     """
 
     request_id: str
@@ -56,6 +60,7 @@ class Sent:
     plain: bool = False
     wish: Wish = NO_WISH
     may_fail: bool = False
+    late: bool = False
     tokens: int = 0
     ended: bool = False
     aborted: bool = False
@@ -113,9 +118,12 @@ class Clients(Deployment):
         promises: Promises,
     ) -> None:
         name = engine.name
-        if self.engines.get(name) is not engine or not engine.halves:
+        if not engine.halves or engine not in (self.engines.get(name), self.leaving.get(name)):
             return
         half = engine.halves[0]
+        service = inspection.serving(half).service()
+        if service.role not in (*service.roles, None):
+            raise Violation("impossible_role", f"{name} has the role {service.role}")
         waiters.look(half)
         asking.look(half)
         loads.look(half)
@@ -182,6 +190,7 @@ class Clients(Deployment):
         sent = Sent(request_id, target, max_tokens, self._deadline(), done, params is None, wish)
         fails = self.plan.trouble.get("other_fails", 0.0) > 0 and target.shape.policy == "fail"
         sent.may_fail = not how.compiles or (fails and bool(target.shape.beside))
+        sent.late = bool(options.get("inputs", NOTHING).adapter)
         self.sent[request_id] = sent
         target.submit(request_id, text(family, length), max_tokens, **options)
         return sent
@@ -200,6 +209,7 @@ class Clients(Deployment):
             raise Violation("hint_ignored", f"{request_id} only fetches, and answers on")
         if reason is None:
             return
+        self._drain_is_obeyed(sent, params)
         del self.sent[request_id]
         sent.ended = True
         well = reason in (FinishReason.LENGTH, FinishReason.STOP)
@@ -212,6 +222,19 @@ class Clients(Deployment):
                 "request_failed", f"{request_id} ends with {reason} although nothing went wrong"
             )
         sent.done(params, well)
+
+    def _drain_is_obeyed(self, sent: Sent, params: Any) -> None:
+        """An engine that drains, or only decodes, offers no hand-offs, and any other refuses none
+        as if it did."""
+        if not params or sent.late:
+            return
+        before, after = sent.engine.offer_refusals[sent.request_id]
+        refused = params.get("omni_no_handoff")
+        who = f"{sent.engine.name}, {sent.request_id}"
+        if params.get("do_remote_prefill") and before is not None and before == after:
+            raise Violation("offers", f"{who}: a hand-off although {before}")
+        if refused in UNSERVED and refused not in (before, after):
+            raise Violation("refused", f"{who}: {refused}, which it is not")
 
     def _gone(self, sent: Sent) -> None:
         sent.aborted = True

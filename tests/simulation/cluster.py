@@ -5,12 +5,16 @@ import random
 from collections.abc import Iterator
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from omni_connector.arena.block_index import Tags
+from omni_connector.net.orders import NO_ORDERS, Role
 from omni_connector.transports.base import Endpoint
 from tests import inspection
-from tests.simulation.clients import Clients
+from tests.simulation.clients import TIMEOUT_S, Clients
+from tests.simulation.engines.engine import SimulatedEngine
+from tests.simulation.engines.settings import HANDOFF_TTL_S
 from tests.simulation.plan import Plan
 from tests.simulation.surroundings.babble import Liar, babble, path_of
 from tests.simulation.surroundings.memory import SimulatedTransport
@@ -19,6 +23,19 @@ from tests.simulation.surroundings.world import Violation
 from tests.simulation.weights import updating
 
 _OPERATOR_S: Final = 60.0
+
+_LOOK_S: Final = 0.5
+"""Seconds between two looks of an operator at an engine that drains."""
+
+_DRAIN_S: Final = TIMEOUT_S + 3 * HANDOFF_TTL_S
+"""Seconds in which an engine is drained after the last request that it has got: that ends in time,
+and nobody may come for its hand-off, on which a lease may end late."""
+
+_LATE_S: Final = 3.0
+"""Seconds that an idle engine may take to look at whether it may go."""
+
+_LET_GO_PART: Final = 0.25
+"""The last part of vLLM's time-out, in which an engine may let go of hand-offs."""
 
 # How often a lying index is written, and how many seconds lie between that.
 _LIES: Final = 12
@@ -35,6 +52,7 @@ class Cluster(Clients):
     Attributes:
         liars: peers that answer anything that decodes, or whose indexes are nonsense.
         operating: how many operators are at work.
+        draining: how many wait for an engine that drains.
         reconnects: how often connections were made anew.
     """
 
@@ -42,6 +60,7 @@ class Cluster(Clients):
         super().__init__(plan)
         self.liars: list[Liar | LyingIndex] = []
         self.operating = 0
+        self.draining = 0
         self._away: dict[str, Any] = {}  # what has happened to engines that are down
         self._update: Any = None  # the one that is under way
         self.reconnects = 0
@@ -52,7 +71,8 @@ class Cluster(Clients):
     @property
     def quiet(self) -> bool:
         """Whether no client waits, no operator is at work, and no engine stands still."""
-        return not (self.sent or self.operating or self.intents or self.world.stopped)
+        busy = self.operating or self.draining or self.intents
+        return not (self.sent or busy or self.world.stopped)
 
     def preempt(self, engine: str) -> None:
         """An engine preempts a running request, which it computes again later."""
@@ -123,16 +143,7 @@ class Cluster(Clients):
         self._away[engine] = self.refusals.happens(engine)
 
         target.ends = True
-
-        def stop() -> None:
-            target.shutdown()
-            self.world.dead.add(str(target.owner))
-            self.net.kill(str(target.owner))
-            self.host.kill(str(target.owner))
-            self._lost(target)
-            self._start_later(engine, seconds)
-
-        target.call(stop)
+        target.call(lambda: self._ended(target, seconds))
 
     def _start_later(self, engine: str, seconds: float) -> None:
         def start() -> None:
@@ -144,6 +155,134 @@ class Cluster(Clients):
             self.refusals.back(self._away[engine])
 
         self.world.later(seconds, start)
+
+    def order_role(self, engine: str, role: Role) -> None:
+        """An operator gives an engine a role, which its configuration may not allow."""
+        target = self.engines.get(engine)
+        if target is None:
+            return
+        self.world.tell(f"{engine} is given the role {role}")
+        # Of several children of a prompt, some may fetch before, and some not any more.
+        self.refusals.happens(None)
+        self._order(target, role=role)
+
+    def _order(self, target: SimulatedEngine, **changes: Any) -> None:
+        owner = str(target.owner)
+        before = self.orders.get(owner, NO_ORDERS)
+        self.orders[owner] = msgspec.structs.replace(before, **changes)
+
+    def drain(self, engine: str, leaves: bool, seconds: float) -> None:
+        """An operator has an engine drain. When it is empty, it is restarted, or it serves again
+        after so many seconds."""
+        target = self.engines.get(engine)
+        if target is None or self.operating or not target.halves:
+            return
+        if self.orders.get(str(target.owner), NO_ORDERS).drain:
+            return  # another operator waits for that already
+        self.world.tell(f"{engine} is to drain")
+        self.draining += 1
+        self._order(target, drain=True)
+        serving = inspection.serving(target.halves[0])
+        began, arrived = self.world.now - self.lag, -1
+
+        def ends() -> None:
+            self.draining -= 1
+
+        def undo() -> None:
+            self._order(target, drain=False)
+            ends()
+
+        def look() -> None:
+            nonlocal began, arrived
+            if self.engines.get(engine) is not target or engine in self.deaf:
+                ends()  # it was killed, or no thread reads orders any more
+                return
+            service, now = serving.service(), self.world.now - self.lag
+            if service.arrived != arrived or self.operating:
+                began, arrived = now, service.arrived
+            if service.phase == "drained" and not target.has_inputs:
+                self._is_empty(target)
+                self.world.tell(f"{engine} is drained")
+                if leaves:
+                    ends()
+                    self.engines.pop(engine)
+                    self._goes(target, seconds)
+                else:
+                    self.world.later(seconds, undo)
+                return
+            if now > began + _DRAIN_S + self._slack:
+                raise Violation("never_drained", f"{engine} does not drain: {service}")
+            self.world.later(_LOOK_S, look)
+
+        self.world.later(_LOOK_S, look)
+
+    def _is_empty(self, target: SimulatedEngine) -> None:
+        """Check that an engine which says that it is drained holds nothing for anybody."""
+        half = target.halves[0]
+        requests = [each.request_id for each in self.sent.values() if each.engine is target]
+        handoffs = len(inspection.handoffs(half))
+        if requests or handoffs or half.copying():
+            raise Violation(
+                "drained_early",
+                f"{target.name} says that it is drained, with requests {requests} and "
+                f"{handoffs} hand-offs",
+            )
+
+    def leave(self, engine: str, timeout: float, seconds: float) -> None:
+        """vLLM shuts an engine down with a time-out: it takes no new requests, ends those that it
+        has, and goes when its connector lets it go. It starts again so many seconds later."""
+        target = self.engines.get(engine)
+        if target is None or self.operating or not target.halves:
+            return
+        self.leaving[engine] = self.engines.pop(engine)
+        self.lingers = True  # what is prefilled for it now
+        self.world.tell(f"{engine} is shut down within {timeout:g} s")
+        self.draining += 1
+        half, world = target.halves[0], self.world
+        ends_at = world.now + timeout
+        late_at = ends_at - self.lag + _LATE_S + self._slack
+        target.call(lambda: half.leave(timeout))
+
+        def look() -> None:
+            late = world.now - self.lag > late_at
+            if target.has_inputs or not (target.idle or late):
+                world.later(_LOOK_S, look)
+                return
+            self.draining -= 1
+            del self.leaving[engine]
+            requests = any(each.engine is target for each in self.sent.values())
+            if inspection.handoffs(half) and world.now < ends_at - timeout * _LET_GO_PART:
+                raise Violation("left_early", f"{engine} goes, and takes hand-offs with it")
+            if late and not requests and not half.copying():
+                raise Violation("never_leaves", f"{engine} stays longer than its time-out")
+            # What it has not ended by now is lost, as vLLM kills it.
+            self.excuses = self.excuses or late or bool(inspection.handoffs(half))
+            self._goes(target, seconds)
+
+        world.later(_LOOK_S, look)
+
+    def _goes(self, target: SimulatedEngine, seconds: float) -> None:
+        """An engine that has been drained ends, and starts again so many seconds later."""
+        engine = target.name
+        self.left = self.lingers = True
+        self._away[engine] = self.refusals.happens(engine)
+        target.ends = True
+
+        def stop() -> None:
+            lost = [each.request_id for each in self.sent.values() if each.engine is target]
+            if lost and not self.excuses:
+                raise Violation("request_lost", f"{engine} goes with the requests {lost}")
+            self._ended(target, seconds)
+
+        target.call(stop)
+
+    def _ended(self, target: SimulatedEngine, seconds: float) -> None:
+        target.shutdown()
+        self.world.dead.add(str(target.owner))
+        self.net.kill(str(target.owner))
+        self.host.kill(str(target.owner))
+        self._lost(target)
+        self._start_later(target.name, seconds)
 
     def stop(self, engine: str, seconds: float) -> None:
         """An engine gets SIGSTOP, and stands still for so many seconds."""
@@ -266,7 +405,7 @@ class Cluster(Clients):
 
     def update_weights(self, **how: Any) -> None:
         """An operator pauses all engines, changes their weights, and resets their caches."""
-        if self.operating:
+        if self.operating or self.draining:
             return  # there is one operator
         self.operating += 1
         self.excuses = True

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from omni_connector.copy.choice import make_copier
 from omni_connector.errors import ConfigError, LayoutError
+from omni_connector.net.orders import NO_ORDERS, Orders
 from omni_connector.runtime.context import EngineContext
 from omni_connector.transports.choice import Transports
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads
@@ -79,6 +80,9 @@ class Deployment:
         spoiled: whether bytes of the store were changed.
         excuses: whether something happened that may make a request fail.
         voids: whether hand-offs may have become void.
+        orders: of operators to engines, by the owner of their threads.
+        leaving: engines that take no new requests, and still hold something, by name.
+        left: whether an engine has left by a drain, so that what it offered is gone.
         deaf: engines whose control thread has ended, so that their leases end with their steps.
         lag: seconds that passed and count for no deadline, as no engine could act in them.
         refusals: judges hand-offs that are refused.
@@ -140,6 +144,9 @@ class Deployment:
         self.voids = False
         self.spoiled = False
         self.deaf: set[str] = set()
+        self.orders: dict[str, Orders] = {}
+        self.leaving: dict[str, SimulatedEngine] = {}
+        self.left = False
         self.lag = 0.0
         self.wishes = Wishes(any("wish" in event.how for event in plan.events))
         # The copies of a hand-off are cancelled where its client goes away.
@@ -245,7 +252,9 @@ class Deployment:
             copier=copier,
             adapter_loads=adapter_loads,
             weight_files=None,
-            status_file=functools.partial(UnwrittenFile, world),
+            status_file=functools.partial(
+                UnwrittenFile, world, lambda: self.orders.get(owner, NO_ORDERS)
+            ),
             prefault=False,
             explains=False,
             lingers=False,

@@ -9,6 +9,7 @@ from tests.simulation.engines.settings import EngineShape, Policy, Role
 from tests.simulation.features import featured
 from tests.simulation.hints import hinted, overlong
 from tests.simulation.inputs import varied
+from tests.simulation.operators import operated
 from tests.simulation.plan import Event, Plan, blocks_of, groups_of
 from tests.simulation.scenes import filed, hosted, interrupted, sized, staged
 
@@ -54,6 +55,7 @@ def plan_of(seed: int) -> Plan:
     plan = varied(plan, random.Random(f"inputs {seed}"))
     plan = replace(featured(plan, random.Random(f"feature {seed}")), native=native)
     plan = accelerated(plan, random.Random(f"device {seed}"))
+    plan = operated(plan, random.Random(f"operators {seed}"))
     return interrupted(plan, random.Random(f"locks {seed}"))
 
 

@@ -214,6 +214,8 @@ def _nothing_waits_for_its_time(cluster: Cluster, plan: Plan) -> None:
             raise Violation("left_behind", f"{engine.name} holds {slots} slots for nobody")
         # Where nothing is leased, a slot may be used again before it is read.
         faults = _FAULTS if cluster.voids or engine.shape.hosts else _FAULTS | _STALE
+        if cluster.left:  # what it offered may be asked for again
+            faults = faults - {"other_epoch", "peer_unreachable"}
         if cluster.liars:  # an index that lies may name a slot of another group, of another length
             faults = faults - {"peer_refused"}
         if _pins_take_room(engine.shape, plan):  # its lease gets too old meanwhile
@@ -241,6 +243,8 @@ def _nothing_is_left(cluster: Cluster, before: dict[SimulatedEngine, dict[str, i
         if CORRUPT in engine.failures and not cluster.spoiled:
             raise Violation("wrong_bytes", f"{engine.name} finds other bytes than were stored")
     for engine in cluster.engines.values():
+        if engine.shape.role == "kv_consumer" and "draining" in engine.failures:
+            raise Violation("refused", f"{engine.name} drains, and does not fetch what it needs")
         left = leftovers(engine, before.get(engine, {}))
         if left:
             raise Violation("left_behind", f"{engine.name} keeps {'; '.join(left[:6])}")

@@ -75,6 +75,9 @@ def test_each_side_counts_its_part(reported):
         "slots_pinned": 0,
         "slots_total": 26,
         "leases": 0,
+        "draining": 0,
+        "offers_handoffs": 1,
+        "fetches_handoffs": 0,
     }
 
 

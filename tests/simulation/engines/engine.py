@@ -164,6 +164,8 @@ class SimulatedEngine(Actor):
         self._hasher = get_request_block_hasher(hash_block_size, hash_fn)
         self._batches = self.config.max_concurrent_batches
         self.failures: set[str] = set()
+        # Of each request, why it was to get no hand-off, just before it arrived and just after.
+        self.offer_refusals: dict[str, tuple[str | None, str | None]] = {}
         self.all_free = self.free_blocks
         self.due = world.now
         world.add(self)
@@ -225,9 +227,20 @@ class SimulatedEngine(Actor):
             self.arrived[request_id] = self.unoccupied.seconds
             if request.structured_output_request is not None:
                 self._compile(request.structured_output_request, how)
+            before = self._offer_refusal()
             self.scheduler.add_request(request)
+            self.offer_refusals[request_id] = before, self._offer_refusal()
 
         self.call(add)
+
+    def _offer_refusal(self) -> str | None:
+        """Why the engine offers no new hand-offs now, by its role or as it drains."""
+        if not self.halves:
+            return None
+        serving = inspection.serving(self.halves[0])
+        if serving.draining:
+            return "draining"
+        return "decode_role" if serving.role == "decode" else None
 
     def _load_adapter(self, number: int) -> bytes:
         """What an adapter held when it was loaded, which is ahead of its first request."""
@@ -408,6 +421,11 @@ class SimulatedEngine(Actor):
         """vLLM's pause; steps that were begun end first."""
         self.scheduler.set_pause_state(state)
         self._wake()
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether something has come in that the engine has yet to look at."""
+        return bool(self._inputs or self._aborts)
 
     @property
     def idle(self) -> bool:

@@ -10,6 +10,7 @@ from tests.simulation.mutants.files import FILES
 from tests.simulation.mutants.hints import HINTS
 from tests.simulation.mutants.inputs import INPUTS
 from tests.simulation.mutants.mended import MENDED
+from tests.simulation.mutants.operators import OPERATORS
 from tests.simulation.mutants.sharing import SHARING
 
 OWN: Final = (
@@ -450,4 +451,5 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     *DEVICE,
     *FEATURES,
     *FILES,
+    *OPERATORS,
 )

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from omni_connector.arena.arena import Arena, ArenaView
 from omni_connector.arena.format import SlotHeader
 from omni_connector.errors import PeerUnreachableError, ProtocolError
+from omni_connector.net.orders import Orders
 from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.net.status import StatusFile
 from omni_connector.prefix.attaching import Arenas, AskAttached, Attached
@@ -362,13 +363,24 @@ class SimulatedStore(BlockStore):
 
 
 class UnwrittenFile(StatusFile):
-    """Sees that no thread writes to it that may not wait for a disk, and writes nothing."""
+    """Sees that no thread uses it that may not wait for a disk, and writes nothing.
 
-    def __init__(self, world: World, folder: Path) -> None:
+    Args:
+        world: that the engine lives in.
+        orders: what its operator asks of it now.
+        folder: where the file of a real engine would lie.
+    """
+
+    def __init__(self, world: World, orders: Callable[[], Orders], folder: Path) -> None:
         self._world = world
+        self._orders = orders
 
     def write(self, text: bytes) -> None:
         self._world.forbid_engine("the status file")
+
+    def orders(self) -> Orders:
+        self._world.forbid_engine("the status file")
+        return self._orders()
 
     def sweep(self) -> None:
         self._world.forbid_engine("the status file")

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`omni-connector drain` and `role`, over files made by hand."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from omni_connector.cli import orders as module
+from omni_connector.cli.main import main
+from omni_connector.net.orders import NO_ORDERS, Orders, Service
+from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_dir
+from omni_connector.net.status import EngineStatus, StatusFile, Usage
+
+ROLES = ("both", "prefill", "decode")
+SERVING = Service(role="both", roles=ROLES, requests=1, arrived=1)
+
+
+class StandIn:
+    """An engine that obeys as a real one does, or says always the same."""
+
+    def __init__(self, name: str, answers: list[Service], kv_role: str) -> None:
+        self.file = StatusFile(runtime_dir())
+        self._answers = answers
+        self._name = name
+        self._kv_role = kv_role
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._live)
+        self.write(SERVING if not answers else answers[0])
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def write(self, service: Service) -> None:
+        self.file.write(
+            msgspec.json.encode(
+                EngineStatus(
+                    engine_id=self._name,
+                    role=self._kv_role,
+                    model="m",
+                    written=time.time(),
+                    service=service,
+                    usage=Usage(8, 2, 0, 0, 1),
+                )
+            )
+        )
+
+    def _live(self) -> None:
+        while self.file.orders() == NO_ORDERS and not self._ended.wait(0.01):
+            pass
+        for answer in self._answers[1:]:
+            self._ended.wait(0.05)
+            self.write(answer)
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.file.close()
+
+
+Make = Callable[..., StandIn]
+
+
+@pytest.fixture
+def make(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setenv(RUNTIME_DIR_VARIABLE, str(place))
+    monkeypatch.setattr(module, "_POLL_S", 0.01)
+    monkeypatch.setattr(module, "NOTICE_S", 2.0)
+    made: list[StandIn] = []
+
+    def make(name: str, *answers: Service, kv_role: str = "kv_both") -> StandIn:
+        made.append(StandIn(name, list(answers), kv_role))
+        made[-1].begin()
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def service(**changes: Any) -> Service:
+    return msgspec.structs.replace(SERVING, **changes)
+
+
+def test_an_engine_is_found_by_the_beginning_of_its_id(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = make("prefill-1", SERVING, service(phase="draining"))
+    make("prefill-2")
+    assert main(["drain", "prefill-1"]) == 0
+    assert capsys.readouterr().out == "prefill-1 drains\n"
+    assert one.file.orders() == Orders(drain=True)
+
+
+def test_a_whole_id_is_meant_although_another_begins_so(make: Make) -> None:
+    one = make("prefill", SERVING, service(phase="draining"))
+    two = make("prefill-2")
+    assert main(["drain", "prefill"]) == 0
+    assert (one.file.orders().drain, two.file.orders().drain) == (True, False)
+
+
+def test_an_ambiguous_beginning_is_an_error(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    made = [make("prefill-1"), make("prefill-2")]
+    assert main(["drain", "prefill"]) == 2
+    assert "prefill-1, prefill-2" in capsys.readouterr().err
+    assert main(["drain"]) == 2
+    assert all(each.file.orders() == NO_ORDERS for each in made)
+
+
+def test_the_only_engine_needs_no_name(make: Make) -> None:
+    make("one", SERVING, service(phase="draining"))
+    assert main(["drain"]) == 0
+
+
+def test_an_engine_that_is_gone_is_an_error(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drain", "one"]) == 1
+    assert "No engine of namespace default" in capsys.readouterr().err
+    make("one").close()
+    make("two")
+    assert main(["drain", "one"]) == 1
+    told = capsys.readouterr().err
+    assert "'one'; it may have ended. There are two" in told
+    assert main(["role", "one", "decode"]) == 1
+
+
+def test_it_waits_until_the_engine_is_empty_and_quiet(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(
+        "one",
+        SERVING,
+        service(phase="draining"),
+        service(phase="draining", arrived=2),
+        service(phase="drained", requests=0, arrived=2),
+    )
+    before = time.monotonic()
+    assert main(["drain", "one", "--wait", "30", "--quiet", "0.3"]) == 0
+    assert time.monotonic() >= before + 0.3 + 0.1
+    assert capsys.readouterr().out == "one is drained\n"
+
+
+def test_a_drain_that_takes_too_long_says_what_is_left(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make("one", SERVING, service(phase="draining"))
+    assert main(["drain", "one", "--wait", "0.3", "--quiet", "0.1"]) == 1
+    told = capsys.readouterr().err
+    assert "one is not drained after 0.3 s: 1 requests, 1 open hand-offs" in told
+
+
+def test_a_drained_engine_that_still_gets_requests_is_not_quiet(make: Make) -> None:
+    answers = [service(phase="drained", requests=0, arrived=n) for n in range(2, 40)]
+    make("one", SERVING, *answers)
+    assert main(["drain", "one", "--wait", "0.5", "--quiet", "0.3"]) == 1
+
+
+def test_an_engine_that_ends_meanwhile_is_drained(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = make("one", SERVING)
+    threading.Timer(0.3, one.close).start()
+    assert main(["drain", "one", "--wait", "30", "--quiet", "0.1"]) == 0
+    assert capsys.readouterr().out == "one has ended\n"
+
+
+def test_a_drain_is_taken_back(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    one = make("one", SERVING)
+    assert main(["drain", "one", "--wait", "0.1", "--quiet", "0.1"]) == 1
+    assert main(["drain", "one", "--undo"]) == 0
+    assert one.file.orders() == NO_ORDERS
+    assert capsys.readouterr().out == "one serves\n"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_role_is_given_and_given_back(make: Make, role: str) -> None:
+    one = make("one", SERVING, service(role=role), SERVING)
+    assert main(["role", "one", role]) == 0
+    assert one.file.orders() == Orders(role=role)
+    assert main(["role", "one", "both"]) == 0
+    assert one.file.orders() == NO_ORDERS
+
+
+def test_a_role_that_the_configuration_lacks_is_an_error(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = make("one", service(role="prefill", roles=("prefill",)), kv_role="kv_producer")
+    assert main(["role", "one", "decode"]) == 2
+    assert "its kv_role is kv_producer, which allows only prefill" in capsys.readouterr().err
+    two = make("two", service(role=None, roles=()))
+    assert main(["role", "two", "both"]) == 2
+    assert "hands nothing off" in capsys.readouterr().err
+    assert one.file.orders() == two.file.orders() == NO_ORDERS
+
+
+def test_an_engine_that_does_not_obey_is_an_error(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "NOTICE_S", 0.1)
+    make("one")
+    assert main(["role", "one", "decode"]) == 1
+    assert "has not obeyed within 0.1 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["role", "one", "kv_both"], ["role", "one"], ["drain", "--wait", "x"]]
+)
+def test_a_wrong_command_line_is_an_error(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What operators of a simulation order: drains, restarts after them, and roles."""
+
+import random
+from dataclasses import replace
+from typing import Any, Final
+
+from omni_connector.net.orders import ROLES
+from tests.simulation.plan import Event, Plan
+
+_OFTEN: Final = 0.15
+
+
+def operated(plan: Plan, draw: random.Random) -> Plan:
+    """The same with orders to its engines, for some of the plans; the plan itself for the others.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    if draw.random() >= _OFTEN:
+        return plan
+    names = [engine.name for engine in plan.engines if engine.role is not None]
+    # A streaming session is silent as long as its client likes, and only its end ends it.
+    sessions = any(each.what == "converse" or each.how.get("session") for each in plan.events)
+    kinds = ["order_role"] if sessions else ["drain", "drain", "leave", "leave", "order_role"]
+    events = list(plan.events)
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        kind, engine = draw.choice(kinds), draw.choice(names)
+        how: dict[str, Any] = {"engine": engine}
+        if kind == "drain":
+            how |= {"leaves": draw.random() < 0.5, "seconds": draw.choice((0.0, 1.0, 10.0))}
+        elif kind == "leave":
+            how |= {"timeout": draw.choice((2.0, 30.0, 300.0)), "seconds": draw.choice((0.0, 5.0))}
+        else:
+            how |= {"role": draw.choice(ROLES)}
+        place = draw.randrange(1, len(events) + 1)
+        acts = draw.choice((0, 1, 3, 10, 30, 100, 300))
+        events.insert(place, Event(kind, how, acts, 0))
+    numbered = (replace(each, number=number) for number, each in enumerate(events))
+    return replace(plan, events=tuple(numbered))

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DrainMiddleware` around a server that is made up: what it answers, when it lets vLLM stop."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from omni_connector.net.orders import Orders, Phase, Service
+from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_dir
+from omni_connector.net.status import EngineStatus, StatusFile
+from omni_connector.vllm_v1.drain_middleware import DrainMiddleware
+
+QUIET_S = 0.3
+
+
+class StandIn:
+    """An engine as its status file shows it."""
+
+    def __init__(self, engine_id: str = "mine") -> None:
+        self.file = StatusFile(runtime_dir())
+        self._engine_id = engine_id
+        self.says("serving")
+
+    def says(self, phase: Phase) -> None:
+        status = EngineStatus(
+            engine_id=self._engine_id, role="kv_both", model="m", service=Service(phase=phase)
+        )
+        self.file.write(msgspec.json.encode(status))
+
+    @property
+    def drains(self) -> bool:
+        return self.file.orders() == Orders(drain=True)
+
+
+@pytest.fixture
+def engines(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StandIn]]:
+    monkeypatch.setenv(RUNTIME_DIR_VARIABLE, str(place))
+    made = [StandIn()]
+    yield made
+    for each in made:
+        each.file.close()
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Server:
+    """vLLM's server, as the middleware sees it, and the loop that it runs in."""
+
+    def __init__(
+        self, timeout: float = 60, connector: str = "OmniKVConnector", **settings: Any
+    ) -> None:
+        extra: dict[str, Any] = {"drain_quiet_s": QUIET_S, **settings}
+        if connector == "MultiConnector":
+            ours = {"kv_connector": "OmniKVConnector", "kv_connector_extra_config": extra}
+            extra = {"connectors": [{"kv_connector": "NixlConnector"}, ours]}
+        transfer = SimpleNamespace(
+            kv_connector=connector, engine_id="mine", kv_connector_extra_config=extra
+        )
+        config = SimpleNamespace(kv_transfer_config=transfer, shutdown_timeout=timeout)
+        client = SimpleNamespace(vllm_config=config)
+        self.app = SimpleNamespace(state=SimpleNamespace(engine_client=client))
+        self.go_on = asyncio.Event()
+        self.stopped = asyncio.Event()
+        self._middleware = DrainMiddleware(self._serve)
+
+    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        if scope["path"] == "/v1/completions":
+            await self.go_on.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def start(self) -> None:
+        """What vLLM does at its start: its handlers come first."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stopped.set)
+        await self._middleware({"type": "lifespan", "app": self.app}, _nothing, _drop)
+
+    async def get(self, path: str) -> int:
+        """Status of the answer to a request."""
+        statuses: list[int] = []
+
+        async def send(message: Any) -> None:
+            if "status" in message:
+                statuses.append(message["status"])
+
+        await self._middleware({"type": "http", "path": path}, _nothing, send)
+        return statuses[0]
+
+
+async def _nothing() -> Any:
+    return {}
+
+
+async def _drop(message: Any) -> None:
+    pass
+
+
+def run(scene: Callable[[], Awaitable[None]]) -> None:
+    async def within() -> None:
+        await asyncio.wait_for(scene(), 20.0)
+
+    asyncio.run(within())
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("connector", ["OmniKVConnector", "MultiConnector"])
+def test_it_drains_before_vllm_stops(engines: list[StandIn], connector: str) -> None:
+    async def scene() -> None:
+        server = Server(connector=connector)
+        await server.start()
+        assert await server.get("/health") == 200
+        running = asyncio.create_task(server.get("/v1/completions"))
+        await asyncio.sleep(0)
+        terminate()
+        await until(lambda: engines[0].drains)
+        assert await server.get("/health") == 503
+        engines[0].says("drained")
+        late = asyncio.create_task(server.get("/v1/completions"))  # it is served
+        await asyncio.sleep(3 * QUIET_S)
+        assert not server.stopped.is_set()  # requests are left
+        server.go_on.set()
+        assert await running == await late == 200
+        await server.stopped.wait()
+
+    run(scene)
+
+
+def test_it_waits_for_what_its_engines_hold_and_for_no_others(engines: list[StandIn]) -> None:
+    engines += [StandIn("mine_dp1"), StandIn("mine-too")]
+
+    async def scene() -> None:
+        server = Server()
+        await server.start()
+        terminate()
+        await until(lambda: engines[1].drains)
+        engines[0].says("drained")
+        engines[1].says("draining")
+        await asyncio.sleep(3 * QUIET_S)
+        assert not server.stopped.is_set()
+        engines[1].says("drained")
+        await server.stopped.wait()
+        assert not engines[2].drains
+
+    run(scene)
+
+
+def test_requests_that_still_come_put_the_end_off(engines: list[StandIn]) -> None:
+    async def scene() -> None:
+        server = Server(drain_quiet_s=0.5)
+        server.go_on.set()
+        await server.start()
+        engines[0].says("drained")
+        terminate()
+        for _ in range(10):
+            assert await server.get("/v1/completions") == 200
+            await asyncio.sleep(0.1)
+            assert await server.get("/health") == 503  # which is no request
+        last = time.monotonic()
+        assert not server.stopped.is_set()
+        await server.stopped.wait()
+        assert time.monotonic() > last + 0.3
+
+    run(scene)
+
+
+def test_the_time_out_ends_the_wait(engines: list[StandIn]) -> None:
+    async def scene() -> None:
+        server = Server(timeout=1)
+        await server.start()
+        running = asyncio.create_task(server.get("/v1/completions"))
+        await asyncio.sleep(0)
+        terminate()
+        await server.stopped.wait()
+        assert not running.done()
+        running.cancel()
+
+    run(scene)
+
+
+def test_a_second_sigterm_ends_the_wait(engines: list[StandIn]) -> None:
+    async def scene() -> None:
+        server = Server()
+        await server.start()
+        terminate()
+        await until(lambda: engines[0].drains)
+        terminate()
+        await server.stopped.wait()
+
+    run(scene)
+
+
+def test_without_a_time_out_vllm_stops_at_once(engines: list[StandIn]) -> None:
+    async def scene() -> None:
+        server = Server(timeout=0)
+        await server.start()
+        terminate()
+        await server.stopped.wait()
+        assert not engines[0].drains
+
+    run(scene)
+
+
+def test_health_follows_an_order_to_drain(engines: list[StandIn]) -> None:
+    async def scene() -> None:
+        server = Server()
+        await server.start()
+        engines[0].says("draining")
+        assert await server.get("/health") == 503
+        assert await server.get("/ping") == 200
+        engines[0].says("serving")
+        await asyncio.sleep(0.3)
+        assert await server.get("/health") == 200
+
+    run(scene)
+
+
+def test_a_server_whose_folder_is_gone_stops(
+    engines: list[StandIn], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        server = Server()
+        await server.start()
+        monkeypatch.setenv(RUNTIME_DIR_VARIABLE, str(place / "no" / "such"))
+        terminate()
+        await server.stopped.wait()
+
+    run(scene)
+
+
+@pytest.mark.parametrize("transfer", [None, SimpleNamespace(kv_connector="NixlConnector")])
+def test_with_other_connectors_it_does_nothing(engines: list[StandIn], transfer: Any) -> None:
+    async def scene() -> None:
+        server = Server()
+        if transfer is not None:
+            transfer.kv_connector_extra_config = {}
+        server.app.state.engine_client.vllm_config.kv_transfer_config = transfer
+        await server.start()
+        engines[0].says("draining")
+        assert await server.get("/health") == 200
+        terminate()
+        await server.stopped.wait()
+
+    run(scene)
