@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-matrix lint simulate mutants mutants-sample bench clean
+.PHONY: help setup demo test test-unit test-matrix lint simulate mutants mutants-sample bench docs wheel clean
 
 help:
 	@echo "make demo       two engines, a router, and KV cache handed from one to the other"
@@ -19,6 +19,8 @@ help:
 	@echo "make mutants    how soon the simulation finds small faults; the table goes to benchmarks/results"
 	@echo "make mutants-sample  which of 300 mutants that a library makes no check finds; takes hours"
 	@echo "make bench      benchmarks; tables and plots go to benchmarks/results"
+	@echo "make docs       the site, in site/; its tools have an environment of their own"
+	@echo "make wheel      wheel and sdist, in dist/, and a check of what is in them"
 	@echo "make setup      only make or update $(VENV)"
 	@echo "make clean      remove caches, made models and $(VENV)"
 	@echo "ARGS='...' is passed on by demo, the tests and bench."
@@ -64,7 +66,18 @@ mutants-sample: setup
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
 
+DOCS_VENV ?= .venv-docs
+docs: setup
+	test -x $(DOCS_VENV)/bin/mkdocs || $(BIN)/python -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet -r docs/requirements.txt
+	$(DOCS_VENV)/bin/mkdocs build --strict
+
+wheel: setup
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+	$(BIN)/python scripts/check_wheel.py dist
+
 clean:
-	rm -rf $(VENV) .venv-[0-9]* .models build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-[0-9]* $(DOCS_VENV) .models build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -rf .import_linter_cache .vllm-omni
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

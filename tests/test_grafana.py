@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dashboard of `docs/grafana.json` asks for the metrics that there are, and for all of them."""
+"""The dashboard in the wheel asks for the metrics that there are, and for all of them."""
 
 import json
 import re
@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from omni_connector import cli
+
 pytestmark = pytest.mark.vllm
 
-TEXT = (Path(__file__).parents[1] / "docs" / "grafana.json").read_text(encoding="utf-8")
+TEXT = (Path(cli.__file__).parent / "dashboards" / "grafana.json").read_text(encoding="utf-8")
 SUFFIXES = {
     "counter": ("_total",),
     "gauge": ("",),

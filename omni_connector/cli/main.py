@@ -30,6 +30,9 @@ _KEYGEN = """Make the key that the engines of a cluster share, for talking to ea
 hosts. Copy the file to every host, owned by the engine's user, with mode 600, and name it there as
 key_file in kv_connector_extra_config. A file that exists is not overwritten."""
 
+_DASHBOARD = """Print a file that lies in this package: a dashboard for Grafana, rules for alerts,
+or a scrape configuration for Prometheus. Direct it into a file."""
+
 _TOP = """Show the engines of a namespace: their slots by state, where the KV of their prompts comes
 from, transfers, hand-offs and failures. It reads what engines of this user write into the runtime
 folder, and asks them nothing. Ctrl-C ends it."""
@@ -140,6 +143,16 @@ def parser() -> argparse.ArgumentParser:
         "keygen", help="a key for engines on several hosts", description=_KEYGEN
     )
     keygen.add_argument("path", type=Path, metavar="PATH", help="the file to make")
+    print_file = commands.add_parser(
+        "dashboard", help="files for Grafana and Prometheus", description=_DASHBOARD
+    )
+    print_file.add_argument(
+        "what",
+        nargs="?",
+        choices=("grafana", "alerts", "prometheus"),
+        default="grafana",
+        help="the dashboard, rules for alerts, or what to scrape (default: %(default)s)",
+    )
     view = commands.add_parser("top", help="the engines, as they are now", description=_TOP)
     view.add_argument(
         "--namespace",
@@ -270,6 +283,10 @@ def _run(options: argparse.Namespace) -> int:
         from omni_connector.cli.doctor import doctor
 
         return doctor(options.config)
+    if options.command == "dashboard":
+        from omni_connector.cli.dashboard import dashboard
+
+        return dashboard(options.what)
     if options.command == "keygen":
         from omni_connector.cli.keygen import keygen
 

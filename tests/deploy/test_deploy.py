@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of `deploy/` keep their schemas, and their settings are those of the code."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omni_connector.cli.dashboard import FILES
+from omni_connector.cli.main import main
+from omni_connector.config import OmniConfig
+from omni_connector.runtime.stats import COUNTERS, GAUGES
+
+yaml = pytest.importorskip("yaml")
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+
+
+def transfers(node: Any) -> Iterator[dict[str, Any]]:
+    """Each `--kv-transfer-config` that stands anywhere in a document."""
+    for each in node.values() if isinstance(node, dict) else node:
+        if isinstance(each, (dict, list)):
+            yield from transfers(each)
+        elif isinstance(each, str) and each.startswith('{"kv_connector"'):
+            yield json.loads(each)
+
+
+def check(transfer: dict[str, Any]) -> None:
+    """Read one as vLLM and an engine do."""
+    assert transfer["kv_connector"] == "OmniKVConnector"
+    assert transfer["kv_role"] in ("kv_both", "kv_producer", "kv_consumer")
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    extra = json.dumps(transfer.get("kv_connector_extra_config", {}))
+    OmniConfig.load(json.loads(extra.replace("$(POD_IP)", "10.0.0.1")), environ={})
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_the_settings_of_a_manifest_are_right(path: Path) -> None:
+    documents = list(yaml.safe_load_all(path.read_text("utf-8")))
+    found = [each for document in documents for each in transfers(document)]
+    assert found
+    for transfer in found:
+        check(transfer)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_each_engine_of_a_manifest_has_a_private_runtime_folder(path: Path) -> None:
+    for document in yaml.safe_load_all(path.read_text("utf-8")):
+        pod = document["spec"].get("template", {}).get("spec", {})
+        for container in pod.get("containers", ()):
+            if "--kv-transfer-config" not in container.get("args", ()):
+                continue
+            variables = {each["name"]: each.get("value") for each in container["env"]}
+            mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+            folder = variables["OMNI_CONNECTOR_RUNTIME_DIR"]
+            assert folder not in mounts, "a volume's own folder is open to others"
+            assert str(Path(folder).parent) in mounts
+            assert {*mounts.values()} <= {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_a_manifest_keeps_the_schema_of_kubernetes(path: Path) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    for document in yaml.safe_load_all(path.read_text("utf-8")):
+        validate.validate(document, "1.31", strict=True)
+
+
+def test_the_settings_of_the_compose_file_are_right() -> None:
+    document = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))
+    found = list(transfers(document["services"]))
+    assert len(found) == 2
+    assert "--enable-prompt-tokens-details" in document["services"]["prefill"]["command"]
+    for transfer in found:
+        check(transfer)
+    assert set(document["services"]) == {"prefill", "decode", "router"}
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_the_command_of_a_unit_is_right(path: Path) -> None:
+    [command] = re.findall(r"^ExecStart=(.*)$", path.read_text("utf-8"), re.M)
+    words = shlex.split(command)
+    if "--kv-transfer-config" in words:
+        check(json.loads(words[words.index("--kv-transfer-config") + 1]))
+    else:
+        assert words[1] == "vllm-router"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_a_unit_is_one_that_systemd_takes(path: Path) -> None:
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--recursive-errors=no", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_command_prints_what_grafana_and_prometheus_read(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dashboard", name]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed
+
+
+def test_alerts_ask_for_metrics_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["dashboard", "alerts"])
+    asked = set(re.findall(r"vllm:omni_connector_(\w+)", capsys.readouterr().out))
+    there = {f"{name}_total" for name in (*COUNTERS, "failures")} | {*GAUGES}
+    assert asked
+    assert asked <= there
