@@ -9,7 +9,6 @@ An engine core on another host has no file here. Its gauges are those of its las
 """
 
 import threading
-import time
 import weakref
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
@@ -49,8 +48,10 @@ class LiveGauges:
 
     def start(self) -> threading.Thread:
         """Refresh them from now on, until this object is collected or the process ends."""
+        collected = threading.Event()
+        reference = weakref.ref(self, lambda _: collected.set())
         thread = threading.Thread(
-            target=_keep, args=(weakref.ref(self),), name="omni-live-gauges", daemon=True
+            target=_keep, args=(reference, collected), name="omni-live-gauges", daemon=True
         )
         thread.start()
         return thread
@@ -79,11 +80,11 @@ class LiveGauges:
         self._shown.pop(engine_id, None)
 
 
-def _keep(reference: "weakref.ref[LiveGauges]") -> None:
+def _keep(reference: "weakref.ref[LiveGauges]", collected: threading.Event) -> None:
     while True:
         gauges: Any = reference()
         if gauges is None:
             return
         found = gauges.refresh()
         del gauges  # or nobody could collect it
-        time.sleep(POLL_S if found else _SLOW_POLL_S)
+        collected.wait(POLL_S if found else _SLOW_POLL_S)

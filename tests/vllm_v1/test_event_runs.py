@@ -140,7 +140,9 @@ class Place:
             case "forget":
                 self.pool.forget()
             case ("store", of, group, held):
-                self.changes.looked_up(REQUESTS[of], group, hashes_of(REQUESTS[of], group), held)
+                hashes = hashes_of(REQUESTS[of], group)
+                named = list(zip(hashes, hashes, strict=True))
+                self.changes.looked_up(REQUESTS[of], group, named, held)
             case ("arena", of, group, some):
                 hashes = hashes_of(REQUESTS[of], group)
                 blocks = [(i, hashes[i], hashes[i]) for i in sorted(some) if i < len(hashes)]

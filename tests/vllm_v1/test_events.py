@@ -212,7 +212,9 @@ def told_as_stored(request):
     )
     events = KVEvents(None, [group], [0], BLOCK)
     hashes = request.block_hashes
-    events.changes.looked_up(request, 0, hashes, [True] * len(hashes))
+    events.changes.looked_up(
+        request, 0, list(zip(hashes, hashes, strict=True)), [True] * len(hashes)
+    )
     return events.take()
 
 

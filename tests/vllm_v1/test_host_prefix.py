@@ -423,8 +423,8 @@ def test_a_neighbour_counts_once_every_rank_has_attached_it(engine, monkeypatch,
 def ready(half, owner):
     """How many arenas of an engine a rank has attached."""
     known = half._caches.loader._arenas._known
-    addresses = [each.get_handshake_metadata().endpoints[0].address for each in owner.workers]
-    return sum(known[each].ready for each in addresses if each in known)
+    endpoints = [each.get_handshake_metadata().endpoints[0] for each in owner.workers]
+    return sum(known[each].attached for each in endpoints if each in known)
 
 
 def test_an_engine_that_a_load_could_not_read_is_left_out_for_30_seconds(sharer, monkeypatch):
@@ -455,7 +455,7 @@ def test_an_engine_that_a_load_could_not_read_is_left_out_for_30_seconds(sharer,
     found.avoid(found.present()[0].arenas)
     assert not neighbours(second).present()
     for name in list(found._met):  # its connection has ended, and it is met again
-        found._leave(name)
+        found._met.pop(name).close()
     found.look()  # it is met, and its arenas are asked for
     wait(lambda: neighbours(second).present())
 

@@ -92,8 +92,8 @@ FEATURES: Final = (
         "the first prompt of a streaming session is handed off, while the session goes on",
         (
             "omni_connector.vllm_v1.scheduler",
-            '            refusal = "resumable"\n',
-            "            pass\n",
+            "        if refusal is None and request.resumable:\n",
+            "        if False:\n",
         ),
     ),
     mutant(
