@@ -15,4 +15,7 @@ socket.subscribe(b"")
 while True:
     topic, _, batch = socket.recv_multipart()
     for event in msgspec.msgpack.decode(batch)[1]:
-        print(topic.decode() + event[0], *(len(hashes) for hashes in event[1:2]), flush=True)
+        blocks = event.get("block_hashes")  # none where all blocks were cleared
+        print(
+            topic.decode() + event["type"], *([] if blocks is None else [len(blocks)]), flush=True
+        )

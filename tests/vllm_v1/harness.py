@@ -600,10 +600,13 @@ def slots(count: int) -> dict[str, float]:
 
 
 def connector_threads() -> set[threading.Thread]:
-    """Threads of engines that run. The thread of the API server's gauges is none: it lives as long
-    as the metrics, which pytest keeps to the end of a test."""
+    """Threads of engines that run, without those that live as long as the process, or as metrics
+    that pytest keeps to the end of a test."""
     ours = (thread for thread in threading.enumerate() if thread.name.startswith("omni-"))
-    return {thread for thread in ours if thread.name != "omni-live-gauges"}
+    return {thread for thread in ours if not thread.name.startswith(_LASTING)}
+
+
+_LASTING = ("omni-live-gauges", "omni-connector-async")
 
 
 def sockets(runtime: Path) -> list[Path]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -33,6 +34,11 @@ def test_it_hears_several_engines_at_one_loopback_port() -> None:
         try:
             assert subscriber.stdout is not None
             heard: set[str] = set()
+            lines = subscriber.stdout
+            reader = Thread(
+                target=lambda: heard.update(each.strip() for each in lines), daemon=True
+            )
+            reader.start()
             deadline = time.monotonic() + 120
             while len(heard) < 2 and time.monotonic() < deadline:
                 for number, publisher in enumerate(publishers):  # the first ones come too early
@@ -46,7 +52,7 @@ def test_it_hears_several_engines_at_one_loopback_port() -> None:
                         lora_name=None,
                     )
                     publisher.publish(KVEventBatch(ts=0.0, events=[stored]))
-                heard.add(subscriber.stdout.readline().strip())
+                time.sleep(0.05)
         finally:
             subscriber.kill()
             for publisher in publishers:

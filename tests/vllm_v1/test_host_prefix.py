@@ -356,7 +356,8 @@ def test_an_arena_stays_attached_where_only_a_slot_was_another_or_wrong(sharer, 
         if wrong == "bytes":
             first.arena().slots[:] ^= 0x10
         else:
-            for seed in range(3):
+            # As many as evict also blocks of which a neighbour has said that it reads them.
+            for seed in range(8):
                 publish(first, prompt(4 * BLOCK, seed=seed))
         held.open()
         second.run(lambda: second.done(request_id))
