@@ -12,8 +12,10 @@ preemptions late or not at all, which does no harm: a block that is being copied
 `older_runners` has what older model runners need, which others maintain.
 """
 
+import functools
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -201,6 +203,40 @@ def notice_shutdown(notice: Callable[[], object]) -> bool:
         signal.signal(number, handler)
         found = True
     return found
+
+
+def weight_version(manager: "KVCacheManager") -> tuple[int, str]:
+    """How often a trainer has named the weights of an engine, and the last name.
+
+    From 0.32 on vLLM keeps the name (`/update_weight_version`) in its
+    `EngineCore`, beside the scheduler half, and tells no connector. So the method that sets it is
+    wrapped, when this is first called.
+    """
+    _note_weight_versions()
+    return _versions.get(manager, (0, ""))
+
+
+_versions: "weakref.WeakKeyDictionary[Any, tuple[int, str]]" = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _note_weight_versions() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    core: Any = EngineCore
+    set_version = getattr(core, "set_weight_version", None)
+    if set_version is None:
+        return
+
+    @functools.wraps(set_version)
+    def noted(engine_core: Any, weight_version: Any) -> Any:
+        result = set_version(engine_core, weight_version)
+        manager = getattr(engine_core.scheduler, "kv_cache_manager", None)
+        if manager is not None and isinstance(weight_version, str):
+            _versions[manager] = _versions.get(manager, (0, ""))[0] + 1, weight_version
+        return result
+
+    core.set_weight_version = noted
 
 
 def worker_stats(output: "KVConnectorOutput") -> OmniStats | None:

@@ -212,7 +212,6 @@ class Deployment:
 
     def _surroundings(self, owner: str, device: Device | None) -> Surroundings:
         world = self.world
-        model = f"weights {self._weights}/"
         transport = functools.partial(SimulatedTransport, self.host, owner)
 
         def transports(config: Any, offers: bool) -> Transports:
@@ -240,10 +239,10 @@ class Deployment:
             ),
             sockets=lambda: SimulatedSockets(self.net, owner),
             transports=transports,
-            block_store=lambda settings, lends: self.shelf.client(owner, model),
+            block_store=lambda settings, lends: self.shelf.client(owner),
             rank_copies=lambda folder, engine_id, *_: SimulatedRankCopies(self._started[engine_id]),
             neighbours=lambda local_engine, *_: SimulatedNeighbours(
-                self.host.neighbourhood, owner, model, local_engine
+                self.host.neighbourhood, owner, local_engine
             ),
             answer_for_rank=lambda folder, engine_id, rank, answers: self.host.answer_for_rank(
                 owner, rank, answers
@@ -255,6 +254,10 @@ class Deployment:
             status_file=functools.partial(
                 UnwrittenFile, world, lambda: self.orders.get(owner, NO_ORDERS)
             ),
+            read_weights=lambda _: inspection.hashed(
+                lambda: self._started[owner.split(".")[0]].runner.weights
+            ),
+            trainers_name=lambda _: (0, ""),
             prefault=False,
             explains=False,
             lingers=False,

@@ -164,6 +164,7 @@ class InProcessEngine:
         hashes_files: bool = False,
         drafter: str = "",
         drafts: int = 0,
+        fresh: bool = False,
     ) -> None:
         _register()
         self._lifecycle = lifecycle or Lifecycle()
@@ -232,6 +233,7 @@ class InProcessEngine:
         self.runner.tokens_ahead = tokens_ahead(self.config)
         self.runner.drafter_runs = max(1, drafts)
         self.runner.spoil(list(range(usable_blocks + 1)), next(_numbers))
+        self.trainers_name = 0, ""
         self.workers: list[KVConnectorBase_V1] = []
         self._copiers: list[Exchangeable] = []
         self._adapter_loads: list[AdapterLoads] = []
@@ -266,6 +268,8 @@ class InProcessEngine:
             if self.workers:
                 self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(found)
             failed.pop_all()
+        if not fresh and self.workers and self.halves:
+            inspection.know_weights(self.half, ranks, weights)
         self._aggregator = KVOutputAggregator(ranks)
         hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
@@ -302,6 +306,8 @@ class InProcessEngine:
             weights_id=known,
             weight_files=weight_files if self._hashes_files else None,
             adapter_loads=adapter_loads,
+            read_weights=lambda _: inspection.hashed(lambda: self.runner.weights),
+            trainers_name=lambda _: self.trainers_name,
         )
         with unittest.mock.patch.object(connector_module, "SURROUNDINGS", ours):
             yield
