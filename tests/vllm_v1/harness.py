@@ -268,8 +268,9 @@ class InProcessEngine:
             if self.workers:
                 self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(found)
             failed.pop_all()
-        if not fresh and self.workers and self.halves:
-            inspection.know_weights(self.half, ranks, weights)
+        ours = inspection.halves_beside(self.scheduler.connector, self.workers)
+        if not fresh and ours:
+            inspection.know_weights(ours[0], ranks, weights)
         self._aggregator = KVOutputAggregator(ranks)
         hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)

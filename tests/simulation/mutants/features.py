@@ -29,8 +29,8 @@ FEATURES: Final = (
         "an aborted request whose KV was loaded reserves its blocks for ever",
         (
             "omni_connector.vllm_v1.scheduler",
-            "        self._room.ends(request.request_id)\n        if self._adapters",
-            "        if self._adapters",
+            "        self._room.ends(request.request_id)\n        not_begun",
+            "        not_begun",
         ),
     ),
     mutant(
@@ -92,8 +92,8 @@ FEATURES: Final = (
         "the first prompt of a streaming session is handed off, while the session goes on",
         (
             "omni_connector.vllm_v1.scheduler",
-            '            refusal = "resumable"\n',
-            "            pass\n",
+            "        if refusal is None and request.resumable:\n",
+            "        if False:\n",
         ),
     ),
     mutant(

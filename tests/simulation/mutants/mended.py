@@ -208,14 +208,14 @@ MENDED: Final = (
         "an arena whose owner has gone is kept",
         (
             "omni_connector.transports.peer_arenas",
-            "        return not self.arena.result().alive if self.mapped else",
-            "        return False if self.mapped else",
+            "not (self.ready(now) if self.mapped",
+            "not (True if self.mapped",
         ),
     ),
     mutant(
         "defect 7: idle arenas stay",
         "of arenas that are fetched nobody lets go",
-        ("omni_connector.transports.peer_arenas", "now - self.used_at >= IDLE_S", "False"),
+        ("omni_connector.transports.peer_arenas", "now < self.used_at + IDLE_S", "True"),
     ),
     mutant(
         "defect 8: loads wait for a peer",

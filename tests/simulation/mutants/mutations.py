@@ -292,8 +292,10 @@ OWN: Final = (
         "an arena is read although its owner has another by now",
         (
             "omni_connector.transports.peer_arenas",
-            "            if known is None or known.endpoint != endpoint or known.failed:\n",
-            "            if known is None or known.failed:\n",
+            "            known = self._known.get(endpoint)\n            if known is None or",
+            "            same = [e for e in self._known if e.address == endpoint.address]\n"
+            "            known = self._known.get(same[0] if same else endpoint)\n"
+            "            if known is None or",
         ),
     ),
     mutant(
