@@ -316,11 +316,15 @@ def being_kept(half: "OmniScheduler") -> tuple[int, int]:
 
 
 def waiting(half: "OmniScheduler") -> set[tuple[int, bytes]]:
-    """Return the group and key of each block that is to be kept when earlier copies have ended."""
+    """Return the group and key of each block that is to be kept when earlier copies have ended, or
+    that a later step considers."""
     from omni_connector.prefix.hints import Candidate
 
-    waits = () if half._shared is None else half._shared.saves.waiting
-    return {(each.group, each.block_hash) for each in waits if isinstance(each, Candidate)}
+    if half._shared is None:
+        return set()
+    saves = half._shared.saves
+    waits = {(each.group, each.block_hash) for each in saves.waiting if isinstance(each, Candidate)}
+    return waits | {(g, key) for g, column in enumerate(saves._filled) for key in column.keys}
 
 
 def now(half: "OmniScheduler") -> float:

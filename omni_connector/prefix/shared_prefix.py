@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from omni_connector.copy.ledger import CopyWork, EngineRequest
+from omni_connector.copy.ledger import CopyWork, EngineRequest, RequestBlocks
 from omni_connector.errors import OmniError
 from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.prefix.block_changes import BlockChanges
@@ -189,7 +189,10 @@ class SharedPrefix:
             # Beyond what the arenas have, the store's answer may continue a prefix.
             alone = prompt.lookup is None
             prompt.found = self._host.find(prompt.hashes, prompt.keys, alone=alone)
-        reach = prompt.reach(self._groups, self._unit, num_computed, last)
+        if prompt.lookup is None and (prompt.found is None or prompt.found.is_empty):
+            reach = num_computed
+        else:
+            reach = prompt.reach(self._groups, self._unit, num_computed, last)
         if asked is not None and reach < last:
             prompt.waits = now < asked.deadline
             if prompt.waits:
@@ -233,6 +236,7 @@ class SharedPrefix:
         if prompt is None:
             return
         self.saves.look_at(prompt)
+        prompt.scheduled = False
         local, prompt.local, prompt.offered = prompt.local, None, 0
         prompt.sources.clear()
         if local is not None:
@@ -259,14 +263,18 @@ class SharedPrefix:
         self._not_loaded.clear()
         meta.loads |= self.loads.take_queued()
 
-    def finish(self, request_id: str) -> None:
-        """The request is over. A load under way is told to stop."""
+    def finish(self, request_id: str, blocks_of: Callable[[str], RequestBlocks]) -> None:
+        """The request is over. A load under way is told to stop.
+
+        Args:
+            blocks_of: returns the blocks of a request, which vLLM frees after this call.
+        """
         self._hints.pop(request_id, None)
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             return
         self.loads.revoke(prompt)
-        self.saves.finish(prompt)
+        self.saves.finish(prompt, blocks_of)
         if self._changes is not None and prompt.lookup is not None:
             for g, held in enumerate(prompt.lookup.held or ()):
                 self._changes.looked_up(prompt.request, g, prompt.hashes[g], held.blocks)

@@ -425,7 +425,7 @@ class OmniScheduler:
             self._receiver.decline(request.kv_transfer_params or {})  # nothing was asked for yet
         self._adapters.ends(request.request_id)
         if self._shared is not None:
-            self._shared.finish(request.request_id)
+            self._shared.finish(request.request_id, self._manager.get_blocks)
         answer: dict[str, Any] | None = None
         if request.kv_transfer_params:
             if self._receiver is not None:
@@ -438,7 +438,7 @@ class OmniScheduler:
 
     def copying(self) -> bool:
         """Whether a later step has to free blocks that copies hold, or to copy more."""
-        return bool(self._ledger) or (self._shared is not None and bool(self._shared.saves.waiting))
+        return bool(self._ledger) or (self._shared is not None and self._shared.saves.has_work)
 
     def settle(self, look: Callable[[], Ended | None]) -> None:
         """See `CopyLedger.settle`."""

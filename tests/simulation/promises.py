@@ -91,6 +91,7 @@ class Promises:
         self._copies_fail = copies_fail
         self._beginnings: tuple[bytes, ...] = ()
         self._filled: Counter[tuple[str, int]] = Counter()  # blocks that were looked at
+        self._running: dict[str, Any] = {}  # requests as of the step before, by id
         self._went_on: set[str] = set()  # requests that a reset has come in between
         self._asked: set[int] = set()  # tags of all blocks that were to be pinned since the reset
         self._pinned: set[int] = set()  # tags of those that are
@@ -122,6 +123,11 @@ class Promises:
         late, self._late = self._late, []
         for asked in late:
             self._asks(half, *asked, now, before)
+        requests = self._engine.scheduler.requests
+        ended = [each for name, each in self._running.items() if name not in requests]
+        self._running = dict(requests)
+        for request in ended:
+            self._ends(half, request, hosts)
         for request_id in self._engine.latest:
             request = self._engine.scheduler.requests.get(request_id)
             if request is None:
@@ -148,6 +154,15 @@ class Promises:
             self._late.clear()
             self._pins.clear()
             self._pinned.clear()
+
+    def _ends(self, half: Any, request: Any, hosts: bool) -> None:
+        """A request has ended, with which the engine may keep what has filled since the step before
+        its last one."""
+        wish = self._wishes.given.get(request.request_id, NO_WISH)
+        for g, keys in self._newly_filled(half, request):
+            self._remember(request, wish, keys)
+            if hosts and wish.pin_s:
+                self._asked.update(inspection.tags_of_blocks(half, g, keys).tolist())
 
     def _newly_filled(self, half: Any, request: Any) -> Iterable[tuple[int, list[bytes]]]:
         for g, (size, step) in enumerate(inspection.block_sizes(half)):

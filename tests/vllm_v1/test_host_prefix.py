@@ -636,8 +636,13 @@ def ask(engine, params, tokens=LONG, **options):
     """Have an engine compute a prompt, all of which it has, while no copy ends; the copier."""
     held = engine.hold(saves=True)
     request_id = engine.submit(tokens, params=params, **options)
-    engine.run(lambda: engine.done(request_id))
+    engine.run(lambda: engine.done(request_id) and not new(engine))
     return held
+
+
+def new(engine):
+    """How many blocks have filled that an engine has not considered yet."""
+    return engine.half._shared.saves.num_filled
 
 
 def under_way(engine):
@@ -920,7 +925,7 @@ def test_hints_in_vllm_xargs_change_no_hand_off(sharer, tokens):
 def test_of_a_prompt_that_still_runs_the_end_goes_first(sharer):
     first = sharer(instant_copies=True)
     asked = prompt(4 * BLOCK, seed=7)
-    request_id = first.submit(asked, max_tokens=5)
+    request_id = first.submit(asked, max_tokens=40)
     first.run(lambda: kept(first) == 4)
     assert not first.done(request_id)
     pool = first.half._shared._host._pool

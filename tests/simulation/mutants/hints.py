@@ -245,8 +245,8 @@ HINTS: Final = (
         "where new blocks are kept at second sight only, so are those that a request asks to keep",
         (
             "omni_connector.prefix.host_blocks",
-            "        admitted = np.array([each.hints.asks_arena for each in new], bool)\n"
-            "        others = [each for each in new if not each.hints.asks_arena]\n",
+            '        admitted = new.mask(attrgetter("asks_arena"))\n'
+            "        others = new.at(np.flatnonzero(~admitted))\n",
             "        admitted = np.zeros(len(new), bool)\n        others = new\n",
         ),
     ),
@@ -264,8 +264,8 @@ HINTS: Final = (
         "blocks whose turn it is are copied although vLLM has given them to others",
         (
             "omni_connector.prefix.saves",
-            "                there = self._hash_of(whose, first.block_id) == first.cached_as\n",
-            "                there = True\n",
+            "        there = (self._hash_of(whose, each) == name for each, name in pairs)\n",
+            "        there = (True for _ in pairs)\n",
         ),
     ),
     mutant(
@@ -273,7 +273,7 @@ HINTS: Final = (
         "an engine without requests and copies makes no further step for blocks that wait",
         (
             "omni_connector.vllm_v1.scheduler",
-            " or (self._shared is not None and bool(self._shared.saves.waiting))\n",
+            " or (self._shared is not None and self._shared.saves.has_work)\n",
             "\n",
         ),
     ),
@@ -284,6 +284,24 @@ HINTS: Final = (
             "omni_connector.prefix.saves",
             "        self.waiting.clear()\n",
             "",
+        ),
+    ),
+    mutant(
+        "what has filled outlives its weights",
+        "blocks that had filled when the weights changed are kept as those of the new ones",
+        (
+            "omni_connector.prefix.saves",
+            "        self._forget_filled()\n        self._sent =",
+            "        self._sent =",
+        ),
+    ),
+    mutant(
+        "what an ended request has filled is saved whatever its block holds",
+        "blocks are copied although vLLM has given them to others since their request ended",
+        (
+            "omni_connector.prefix.saves",
+            "                each.unsure = True  # vLLM is about to free the blocks\n",
+            "                pass\n",
         ),
     ),
     mutant(
