@@ -136,13 +136,14 @@ class FilledBlocks:
         """The same blocks, of one group."""
         numbers = [(each.block_id, each.prompt, each.tenant) for each in blocks]
         block_ids, prompts, tenants = np.array(numbers, np.int64).reshape(-1, 3).T
+        hints = [each.hints for each in blocks]
         return cls(
             [each.block_hash for each in blocks],
             [each.cached_as for each in blocks],
             block_ids,
             prompts,
             tenants,
-            [each.hints for each in blocks],
+            hints if any(each is not NO_HINTS for each in hints) else None,
         )
 
     def __len__(self) -> int:

@@ -57,6 +57,7 @@ class SharedPrompt:
     keeps: int = 0  # jobs that save its blocks to the arena; an estimate
     kept_with: int = 0  # which of the times that `PrefixSaves` considers blocks has its latest ones
     number: int = 0  # a small one, for `Candidate.prompt`
+    answers: bool = False  # what it computes from now on are tokens of its answer
     scheduled: bool = False  # vLLM has computed tokens of it since it allocated blocks
     due: int = 0  # the step in which `PrefixSaves` checks whether a block has filled
     hashes: list[list[bytes]] = field(default_factory=list)

@@ -22,7 +22,6 @@ from omni_connector.copy.ledger import (
     CopyLedger,
     CopyWork,
     EngineBlock,
-    RequestBlocks,
 )
 from omni_connector.copy.prefix_jobs import StoreSaveSpec
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, whole_blocks
@@ -34,6 +33,9 @@ from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
 from omni_connector.runtime.bounded import ExpiringSet
 from omni_connector.runtime.context import EngineContext
 from omni_connector.stores.shared_blocks import BlockName
+
+BlocksOf = Callable[[str], Sequence[Sequence[EngineBlock]]]
+"""Returns the blocks of a request, by vLLM's groups."""
 
 # Copies under way hold at most 1/4 of the KV blocks, so that requests have room.
 _HELD_PART: Final = 4
@@ -164,6 +166,7 @@ class PrefixSaves:
         self._answer_tokens = max(0, _ANSWER_TOKENS - most)
         if stores or not self._lasting:
             self._answer_tokens = 0
+        self._first_looks = cycle(range(0, self._answer_tokens + 1, 5))
         self._prefix = prefix
         self._host = host
         self._stores = stores
@@ -198,7 +201,7 @@ class PrefixSaves:
         self,
         meta: CopyWork,
         scheduled: Mapping[str, int],
-        blocks_of: Callable[[str], RequestBlocks],
+        blocks_of: BlocksOf,
     ) -> None:
         """Add this step's saves to `meta`.
 
@@ -223,7 +226,13 @@ class PrefixSaves:
                     self._save(meta, prompt, end, blocks_of)
                 lacks = prompt.fills_at - max(end, request.num_tokens)
                 if lacks > 0:  # only tokens of its answer will fill the next block
-                    steps = -(-(lacks + self._answer_tokens) // self._tokens_a_step)
+                    if prompt.answers:
+                        lacks += self._answer_tokens
+                    elif self._answer_tokens:
+                        # Else the blocks of answers that began together would fill one step.
+                        lacks += next(self._first_looks)
+                    prompt.answers = True
+                    steps = -(-lacks // self._tokens_a_step)
                     steps += -(self._step + steps) % self._together
             self.look_at(prompt, steps)
         if self._host is None:
@@ -264,7 +273,7 @@ class PrefixSaves:
             prompt.due = self._step + steps
             self._due.setdefault(prompt.due, {})[prompt] = None
 
-    def finish(self, prompt: SharedPrompt, blocks_of: Callable[[str], RequestBlocks]) -> None:
+    def finish(self, prompt: SharedPrompt, blocks_of: BlocksOf) -> None:
         """The prompt's request has ended; vLLM still has its blocks."""
         self._forget(prompt)
         if self._host is None:
@@ -374,7 +383,7 @@ class PrefixSaves:
         meta.saves[job_id] = spec
 
     def _fill(
-        self, prompt: SharedPrompt, computed: int, blocks_of: Callable[[str], RequestBlocks]
+        self, prompt: SharedPrompt, computed: int, blocks_of: BlocksOf
     ) -> list[tuple[int, list[bytes], list[int]]]:
         """Note the blocks of a prompt that have filled since the last time.
 
@@ -395,7 +404,7 @@ class PrefixSaves:
             if filled:
                 prompt.sent[g] = first + len(filled)
                 if blocks is None:
-                    blocks = blocks_of(prompt.request.request_id).blocks
+                    blocks = blocks_of(prompt.request.request_id)
                 table = blocks[self._group_ids[g]][first : first + len(filled)]
                 block_ids = [each.block_id for each in table]
                 if shape.attention_type != "all":
@@ -449,7 +458,7 @@ class PrefixSaves:
         meta: CopyWork,
         prompt: SharedPrompt,
         computed: int,
-        blocks_of: Callable[[str], RequestBlocks],
+        blocks_of: BlocksOf,
     ) -> None:
         """Note the blocks that have filled, and start their copies to the store."""
         parts = self._fill(prompt, computed, blocks_of)

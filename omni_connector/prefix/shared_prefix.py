@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from omni_connector.copy.ledger import CopyWork, EngineRequest, RequestBlocks
+from omni_connector.copy.ledger import CopyWork, EngineRequest
 from omni_connector.errors import OmniError
 from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.prefix.block_changes import BlockChanges
@@ -32,7 +32,7 @@ from omni_connector.prefix.loads import BlockTables, PrefixLoads
 from omni_connector.prefix.lookups import Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
-from omni_connector.prefix.saves import PrefixSaves
+from omni_connector.prefix.saves import BlocksOf, PrefixSaves
 from omni_connector.runtime.context import EngineContext
 
 logger = logging.getLogger("vllm.omni_connector.shared_prefix")
@@ -263,7 +263,7 @@ class SharedPrefix:
         self._not_loaded.clear()
         meta.loads |= self.loads.take_queued()
 
-    def finish(self, request_id: str, blocks_of: Callable[[str], RequestBlocks]) -> None:
+    def finish(self, request_id: str, blocks_of: BlocksOf) -> None:
         """The request is over. A load under way is told to stop.
 
         Args:

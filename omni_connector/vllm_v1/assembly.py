@@ -247,7 +247,9 @@ class _Assembly:
             weight_files=self._weight_files(channel),
             events=self._events,
             calls=self._calls(shared),
-            report=SchedulerReport(self._stats, self._periodic_tasks, directory, self._status),
+            report=SchedulerReport(
+                self._stats, self._periodic_tasks, directory, self._status, self._context.clock
+            ),
         )
 
     def _new_directory(self) -> SlotDirectory:

@@ -37,7 +37,7 @@ from omni_connector.runtime.trace import now
 from omni_connector.vllm_v1.compat import (
     cache_hit_source,
     hash_block_size,
-    worker_stats,
+    take_worker_stats,
 )
 from omni_connector.vllm_v1.control_calls import ControlCalls
 from omni_connector.vllm_v1.events import KVEvents
@@ -113,6 +113,8 @@ class OmniScheduler:
         self._trace = context.trace
         self._clock = context.clock
         self._manager = manager
+        # `KVCacheManager.get_blocks` makes an object of them, which costs as much as the rest.
+        self._blocks_of = manager.coordinator.get_blocks
         self._weights = weights
         self._ledger = ledger
         self._room = room
@@ -135,6 +137,7 @@ class OmniScheduler:
         # Where a group keeps its last tokens only, a prefill must end where the decode begins.
         self._stops_early = not attends_to_all(kv_cache_config)
         self._void: tuple[list[int], list[int]] = [], []
+        self._requests: set[str] = set()  # that have not ended
         # Of the steps that have not ended, whether they compute anything.
         self._computing: deque[bool] = deque(maxlen=8)
 
@@ -158,6 +161,7 @@ class OmniScheduler:
 
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived: ask for its KV elsewhere, or prepare to hand it off."""
+        self._requests.add(request.request_id)
         self._follow_weights()
         take_hints(request, self._shared, self._stats, self._hint_warnings)
         drop_unusable(request, self._stats)
@@ -354,7 +358,7 @@ class OmniScheduler:
         if self._shared is not None:
             scheduled = scheduler_output.num_scheduled_tokens
             self._shared.build(meta)
-            self._shared.saves.build(meta, scheduled, self._manager.get_blocks)
+            self._shared.saves.build(meta, scheduled, self._blocks_of)
         meta.cancel = self._ledger.take_revoked()
         for request in scheduler_output.scheduled_new_reqs:
             self._report.prompt(len(request.prompt_token_ids or ()), request.num_computed_tokens)
@@ -365,7 +369,7 @@ class OmniScheduler:
     def update_output(self, output: "KVConnectorOutput") -> None:
         """Take the workers' reports."""
         self._trace.begin_each(output.finished_recving or (), "scheduling", after="load")
-        if (counted := worker_stats(output)) is not None:
+        if (counted := take_worker_stats(output)) is not None:
             self._report.workers(counted)
         report = output.kv_connector_worker_meta
         if output.invalid_block_ids and self._sender is not None:
@@ -419,13 +423,14 @@ class OmniScheduler:
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""
+        self._requests.discard(request.request_id)
         self._follow_weights()
         self._room.ends(request.request_id)
         if self._adapters.goes_on(request.request_id) and self._receiver is not None:
             self._receiver.decline(request.kv_transfer_params or {})  # nothing was asked for yet
         self._adapters.ends(request.request_id)
         if self._shared is not None:
-            self._shared.finish(request.request_id, self._manager.get_blocks)
+            self._shared.finish(request.request_id, self._blocks_of)
         answer: dict[str, Any] | None = None
         if request.kv_transfer_params:
             if self._receiver is not None:
@@ -473,7 +478,9 @@ class OmniScheduler:
         return True
 
     def take_stats(self) -> OmniStats | None:
-        """What was counted since the last call; None when nothing changed."""
+        """What was counted; None when nothing changed, or if it is told in a later step."""
+        if self._requests and not self._report.is_due:
+            return None
         if self._shared is not None:
             self._shared.count_failures()
         return self._report.take()

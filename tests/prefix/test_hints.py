@@ -459,13 +459,13 @@ REQUESTS = st.lists(
 )
 
 
-@given(REQUESTS, st.sampled_from([0.25, 0.5, 1.0]), st.sampled_from([0.3, 1.0]))
+@given(REQUESTS, st.sampled_from([0.25, 0.5, 1.0]))
 def test_hints_of_many_requests_are_followed_as_if_one_by_one(
-    asked: list[tuple[int, Hints, list[int]]], pin_part: float, tenant_quota: float
+    asked: list[tuple[int, Hints, list[int]]], pin_part: float
 ) -> None:
     def told(together: bool) -> object:
         pool, clock = SlotPool(10), FakeClock()
-        policy = HintPolicy(pool, EngineContext(clock), pin_part, tenant_quota)
+        policy = HintPolicy(pool, EngineContext(clock), pin_part, 1.0)
         for number in range(8):
             slots = pool.keep(0, [b"%d" % number], 1, tenant=1 + number % 3).slots
             pool.filled(slots)
