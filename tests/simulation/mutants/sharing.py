@@ -211,7 +211,7 @@ SHARING: Final = (
         "a window is all that is there",
         "the tokens before a gap are offered with those after it, which are not there",
         (
-            "omni_connector.prefix.prompts",
+            "omni_connector.prefix.lookups",
             '        if shape.attention_type != "all":\n            held_by_all',
             '        if shape.attention_type == "none":\n            held_by_all',
         ),
