@@ -514,25 +514,30 @@ class SlotPool:
 
     def _settle(self, unheld: Ints) -> None:
         """Cache or free slots that nobody holds."""
+        if not len(unheld):
+            return
         # Without a user a copy under way may be cancelled. So nobody may find its slot any more,
         # pinned or not.
         lost = unheld[~self._ready[unheld]]
-        self._keyed[lost] = False
-        self._order.unused(lost)
-        self._count_privileged(lost)
+        if len(lost):
+            self._keyed[lost] = False
+            self._order.unused(lost)
+            self._count_privileged(lost)
         idle = unheld[~self._busy[unheld]]
         keep = self._ready[idle] & self._keyed[idle]
         kept, gone = idle[keep], idle[~keep]
         if len(kept):
             self._order.add(kept)
             self.num_cached += len(kept)
+        self.releases += 1
+        if not len(gone):
+            return
         self._free[self._num_free : self._num_free + len(gone)] = np.sort(gone)[::-1]
         self._ready[gone] = False
         self._order.unused(gone)
         self._count_privileged(gone)
         self._disown(gone)
         self._num_free += len(gone)
-        self.releases += 1
 
     def forget(self) -> None:
         """Free the cached slots and forget all keys."""
