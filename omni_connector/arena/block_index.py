@@ -91,7 +91,7 @@ def index_bytes(num_slots: int) -> int:
 
 
 def header_bytes(num_slots: int, epoch: bytes) -> bytes:
-    """The first bytes of an index of this epoch, for an arena of so many slots."""
+    """The first bytes of an index of this epoch, for an arena of `num_slots`."""
     fields = _HEADER.pack(_MAGIC, _VERSION, _CELLS, num_slots, index_bytes(num_slots), epoch)
     return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
 

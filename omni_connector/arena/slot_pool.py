@@ -326,7 +326,8 @@ class SlotPool:
         if not owners.any():
             return
         if (first := int(owners[0])) and (owners == first).all():  # most often; nothing to sort
-            tenants, counts = [first], [len(owners)]
+            tenants = [first]
+            counts = [len(owners)]
         else:
             found, numbers = np.unique(owners[owners != 0], return_counts=True)
             tenants, counts = found.tolist(), numbers.tolist()
