@@ -101,7 +101,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
         vllm, omni_connector: their versions.
         ranks: its tensor-parallel size.
         arena_bytes: of the arenas of all ranks; 0 where it has none.
-        started, written: seconds of Unix time.
+        started, written: seconds of Unix time. All else is as of `written` or later.
         usage: as it is now.
         service: its phase, its role, and its requests.
         prompt_tokens: of all prompts that it has begun to compute.
@@ -308,6 +308,7 @@ class StatusReport:
         now = self._clock()
         if now < self._told_at + WRITE_S:
             return
+        written = time.time()  # before the usage is read: a reader compares it with its own news
         status = self._status()
         try:
             if now >= self._swept_at + _SWEEP_S:
@@ -316,8 +317,7 @@ class StatusReport:
             if status == self._told and now < self._told_at + SIGN_OF_LIFE_S:
                 return
             self._told_at = now
-            written = msgspec.structs.replace(status, written=time.time())
-            self._file.write(msgspec.json.encode(written))
+            self._file.write(msgspec.json.encode(msgspec.structs.replace(status, written=written)))
             self._told, self._warned = status, False
         except (OSError, UnicodeError) as error:
             if not self._warned:
@@ -326,7 +326,8 @@ class StatusReport:
 
     def current(self) -> EngineStatus:
         """What the file would say now."""
-        return msgspec.structs.replace(self._status(), written=time.time())
+        written = time.time()
+        return msgspec.structs.replace(self._status(), written=written)
 
     def close(self) -> None:
         """Remove the file. Idempotent."""

@@ -3,7 +3,8 @@
 
 vLLM carries what an engine counts to the API server with the output of a step, and an idle engine
 makes none: the gauges would show the end of its last step until the next one. The engine's status
-file, which its control channel writes, is newer. A thread of the API server reads it.
+file, which its control channel writes, is newer then. A thread of the API server reads it. Just
+after a step the file is the older one: it is believed from its next writing on.
 
 An engine core on another host has no file here. Its gauges are those of its last step.
 """
@@ -17,7 +18,7 @@ import msgspec
 
 from omni_connector.errors import OmniError
 from omni_connector.net.runtime import namespace_dir
-from omni_connector.net.status import read
+from omni_connector.net.status import SIGN_OF_LIFE_S, read
 
 POLL_S: Final = 0.3
 """Seconds between two looks. With the engine's own delay the gauges are at most a second old."""
@@ -45,6 +46,7 @@ class LiveGauges:
         self._namespace = namespace
         self._gauges = gauges
         self._shown: dict[str, dict[str, int]] = {}
+        self._stepped: dict[str, float] = {}
 
     def start(self) -> threading.Thread:
         """Refresh them from now on, until this object is collected or the process ends."""
@@ -68,6 +70,10 @@ class LiveGauges:
             if gauges is None:
                 continue
             found = True
+            older = self._stepped.get(engine.engine_id, 0.0) - engine.written
+            # A file that is older by more than an engine's silence shows a clock that was set back.
+            if 0 < older < SIGN_OF_LIFE_S:
+                continue
             values = msgspec.structs.asdict(engine.usage) | engine.service.gauges
             if self._shown.get(engine.engine_id) != values:
                 self._shown[engine.engine_id] = values
@@ -75,8 +81,14 @@ class LiveGauges:
                     gauge.set(values[name])
         return found
 
-    def forget(self, engine_id: str) -> None:
-        """A step has set the gauges of an engine: set them again at the next look."""
+    def step(self, engine_id: str, taken: float) -> None:
+        """A step has set the gauges of an engine: what its file said before no longer counts.
+
+        Args:
+            engine_id: of the engine.
+            taken: when the values were taken, in seconds of Unix time, by the engine's clock.
+        """
+        self._stepped[engine_id] = taken
         self._shown.pop(engine_id, None)
 
 

@@ -6,6 +6,7 @@ what the ranks and the halves report. Durations are in seconds, sizes in bytes. 
 counted are in `runtime.stats`.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -31,7 +32,7 @@ class OmniStats(KVConnectorStats):
 
     `data` consists of plain dicts: `counts` by name (of failures as `failure:<kind>`, of missed
     tokens as `missed:<cause>`, of peers as `peer:<transport>:<reason>`), lists of `seconds` by
-    name, and `gauges` by name.
+    name, and `gauges` by name. `taken` says when the gauges were, in seconds of Unix time.
     """
 
     def __post_init__(self) -> None:
@@ -75,6 +76,8 @@ class OmniStats(KVConnectorStats):
         """What was recorded since the last call; None where nothing was."""
         if self.is_empty():
             return None
+        if self.data["gauges"]:
+            self.data["taken"] = {"gauges": time.time()}
         taken = OmniStats(data=self.data)
         self.reset()
         return taken
@@ -86,6 +89,8 @@ class OmniStats(KVConnectorStats):
         for name, values in other.data.get("seconds", {}).items():
             self.data["seconds"].setdefault(name, []).extend(values)
         self.data["gauges"].update(other.data.get("gauges", {}))
+        if taken := other.data.get("taken"):
+            self.data["taken"] = taken
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -200,7 +205,8 @@ class OmniPromMetrics(KVConnectorPromMetrics):
         for name, value in gauges.items():
             self._gauges[name].labels(*values).set(value)
         if gauges:
-            self._live.forget(self._ids[engine_idx])
+            taken = transfer_stats_data.get("taken", {})
+            self._live.step(self._ids[engine_idx], taken.get("gauges", 0.0))
 
 
 def _engine_id(vllm_config: VllmConfig, index: int) -> str:

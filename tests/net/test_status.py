@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -65,6 +66,21 @@ def test_what_was_counted_is_read(place: Path, clock: FakeClock) -> None:
     assert found.written > 1.6e9
     told.close()
     assert os.listdir(place) == []
+
+
+def test_what_is_written_is_no_older_than_it_says(place: Path, clock: FakeClock) -> None:
+    read_at: list[float] = []
+
+    def usage() -> Usage:
+        read_at.append(time.time())
+        return Usage()
+
+    told = StatusReport(StatusFile(place), ENGINE, usage, EngineContext(clock))
+    assert told.current().written <= read_at[-1]
+    told.tick()
+    ((found,), _) = read(place)
+    assert found.written <= read_at[-1]
+    told.close()
 
 
 def test_it_writes_what_changes_twice_a_second_and_else_a_sign_of_life(

@@ -17,7 +17,12 @@ pytest.importorskip("vllm")
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram  # noqa: E402
 
 from omni_connector.net.runtime import runtime_dir  # noqa: E402
-from omni_connector.net.status import EngineStatus, StatusFile, Usage  # noqa: E402
+from omni_connector.net.status import (  # noqa: E402
+    SIGN_OF_LIFE_S,
+    EngineStatus,
+    StatusFile,
+    Usage,
+)
 from omni_connector.vllm_v1 import live_gauges  # noqa: E402
 from omni_connector.vllm_v1.live_gauges import LiveGauges  # noqa: E402
 from omni_connector.vllm_v1.metrics import OmniPromMetrics  # noqa: E402
@@ -39,9 +44,15 @@ def engine(runtime: Path) -> Iterator[Callable[..., None]]:
     """Writes what an engine says of its arena."""
     files: dict[str, StatusFile] = {}
 
-    def write(engine_id: str = "a", **usage: int) -> None:
+    def write(engine_id: str = "a", written: float | None = None, **usage: int) -> None:
         file = files.setdefault(engine_id, StatusFile(runtime_dir("default")))
-        status = EngineStatus(engine_id=engine_id, role="kv_both", model="m", usage=Usage(**usage))
+        status = EngineStatus(
+            engine_id=engine_id,
+            role="kv_both",
+            model="m",
+            written=time.time() if written is None else written,
+            usage=Usage(**usage),
+        )
         file.write(msgspec.json.encode(status))
 
     yield write
@@ -68,9 +79,30 @@ def test_what_a_step_has_set_is_set_again(engine: Callable[..., None]) -> None:
     engine(leases=0)
     gauges.refresh()
     told.set(1)  # by the step that ended before the lease did
-    gauges.forget("a")
+    gauges.step("a", taken=0.0)
     gauges.refresh()
     assert told.value == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [(0.0, 1), (0.4, 1), (1.0, 0), (1.5, 0), (1.0 - SIGN_OF_LIFE_S, 0)],
+    ids=["before", "just-before", "same-moment", "after", "clock-set-back"],
+)
+def test_a_file_from_before_the_step_changes_nothing(
+    engine: Callable[..., None], written: float, shown: int
+) -> None:
+    told = Told()
+    gauges = LiveGauges("default", {"a": {"leases": told}})
+    begin = 1_700_000_000.0
+    told.set(1)  # the step's, in which the lease began
+    gauges.step("a", taken=begin + 1.0)
+    engine(written=begin + written, leases=0)
+    assert gauges.refresh()
+    assert told.value == shown
+    engine(written=begin + 2.0, leases=2)
+    gauges.refresh()
+    assert told.value == 2
 
 
 @pytest.fixture

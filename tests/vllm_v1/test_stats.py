@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What engines count on the way, as vLLM logs it and as Prometheus sees it."""
 
+import time
 from functools import partial
 
 import pytest
@@ -162,6 +163,7 @@ def test_vllm_itself_carries_the_stats(engine):
     prefill.scheduler.make_stats = lambda *args, **kwargs: (
         seen.append(made := make_stats(*args, **kwargs)) or made
     )
+    began = time.time()
     prefill.settle()
     totals = OmniStats()
     for stats in seen:
@@ -170,6 +172,7 @@ def test_vllm_itself_carries_the_stats(engine):
     assert totals.data["counts"]["bytes_saved"] == SIZE
     assert totals.data["counts"]["handoffs_offered"] == 1
     assert totals.data["gauges"]["slots_in_use"] == 5
+    assert totals.data["taken"]["gauges"] >= began
 
 
 @pytest.mark.parametrize("part", ["counts", "seconds", "gauges"])
