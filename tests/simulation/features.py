@@ -12,7 +12,9 @@ from typing import Any, Final
 
 from tests.simulation.engines.answering import PLAIN, Answering
 from tests.simulation.engines.settings import EngineShape
+from tests.simulation.hints import Wish
 from tests.simulation.plan import (
+    LONGEST,
     SLOW_S,
     Event,
     Plan,
@@ -23,6 +25,9 @@ from tests.simulation.plan import (
 from tests.simulation.scenes import hand_off
 
 _OFTEN: Final = 0.2
+
+_LONG_ANSWER: Final = 23
+"""Tokens of a long answer: more than a block of the largest size, 16."""
 
 _WITH_DRAFTER: Final = {
     "full": "full and drafter",
@@ -170,7 +175,36 @@ def _drafts(plan: Plan, draw: random.Random) -> Plan:
         return _ends(plan, draw)
     if plan.engines[0].family in _WITH_DRAFTER and draw.random() < 0.5:
         return _drafters(plan, draw)
-    return replace(plan, engines=tuple(_drafting(each, draw) for each in plan.engines))
+    engines = tuple(_drafting(each, draw) for each in plan.engines)
+    events = list(plan.events)
+    if draw.random() < 0.5:
+        # Clients wait for 300 slow steps at most.
+        engines = tuple(replace(each, step_s=0.0) for each in engines)
+        events = [_answering_long(each) for each in events]
+    # The model of hints knows blocks by vLLM's hashes, which name no content of an adapter.
+    varies = any(event.how.get("inputs") for event in events)
+    sharing = [each for each in engines if each.hosts and not varies]
+    if sharing and draw.random() < 0.5:
+        # Blocks of answers that are pinned: they fill by several tokens a step.
+        for _ in range(3):
+            how = {
+                "engine": draw.choice(sharing).name,
+                "prompt": (draw.randrange(3), draw.choice((5, 13, 20))),
+                "tokens": _LONG_ANSWER,
+                "priority": 0,
+                "salt": None,
+                "wish": Wish({"pin_s": 600.0}, pin_s=600.0),
+            }
+            events.append(Event("serve", how, draw.choice((10, 100)), 0))
+    return replace(plan, engines=engines, events=_numbered(events))
+
+
+def _answering_long(event: Event) -> Event:
+    """The same with an answer of several blocks."""
+    length = event.how["prompt"][1] if event.what in ("hand_off", "serve") else LONGEST
+    if length + _LONG_ANSWER > LONGEST or getattr(event.how.get("wish"), "prefetch", False):
+        return event
+    return replace(event, how=event.how | {"tokens": _LONG_ANSWER})
 
 
 def _drafting(engine: EngineShape, draw: random.Random) -> EngineShape:

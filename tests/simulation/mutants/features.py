@@ -143,6 +143,15 @@ FEATURES: Final = (
         ),
     ),
     mutant(
+        "answers grow by one token a step",
+        "of an answer with drafts blocks fill, and may go, before they are looked at",
+        (
+            "omni_connector.vllm_v1.assembly",
+            "tokens_a_step=1 + self._vllm_config.num_speculative_tokens,",
+            "tokens_a_step=1,",
+        ),
+    ),
+    mutant(
         "a chunk is a window",
         "of local attention other blocks are handed off than the next token reads",
         (
