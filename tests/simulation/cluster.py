@@ -246,6 +246,7 @@ class Cluster(Clients):
         def look() -> None:
             late = world.now - self.lag > late_at
             if target.has_inputs or not (target.idle or late):
+                world.stir(str(target.owner))  # vLLM steps on without a pause until it is idle
                 world.later(_LOOK_S, look)
                 return
             self.draining -= 1
