@@ -220,6 +220,13 @@ def shares_prefixes(half: "OmniScheduler") -> bool:
     return half._shared is not None
 
 
+def store_has_answered(half: "OmniScheduler") -> bool:
+    """Whether the store has answered all look-ups of prompts that it was asked for."""
+    assert half._shared is not None
+    lookups = [prompt.lookup for prompt in half._shared._prompts.values()]
+    return all(lookup is None or lookup.held is not None for lookup in lookups)
+
+
 def block_sizes(half: "OmniScheduler") -> tuple[tuple[int, int], ...]:
     """Return for each group how many tokens, and how many of vLLM's hashes, a block has."""
     assert half._shared is not None
@@ -397,7 +404,7 @@ def loads_under_way(half: "OmniWorker") -> int:
 
 def copies_ended(half: "OmniWorker") -> bool:
     """Whether all copies to and from KV blocks have ended that a rank has started."""
-    return all(map(_has_no_job, half._copy_threads()))
+    return all(map(_has_no_job, half._copy_threads))
 
 
 def follows(half: "OmniWorker") -> bool:

@@ -14,7 +14,7 @@ from tests.inspection import hold_no_blocks
 from tests.toy import BLOCK, WINDOW
 
 from . import harness
-from .harness import HANDOFF, assert_clean, prompt, run
+from .harness import HANDOFF, assert_clean, prompt, run, wait
 from .stores import PREFIX, QUESTION, SwitchedShelf, landed, publish
 
 pytestmark = pytest.mark.vllm
@@ -288,6 +288,8 @@ def test_preempted_requests_share_what_they_had(sharer, shelf, tokens, overlap):
     }
     first, second = sharer(**options), sharer()
     ids = [first.submit(long, max_tokens=2), first.submit(other, max_tokens=2)]
+    # Both begin with the first step. Else the second might begin when the first has all blocks.
+    wait(lambda: inspection.store_has_answered(first.half))
     first.run(lambda: first.done(*ids))
     assert first.preempted
     landed(first)
