@@ -36,6 +36,9 @@ class PrefixLoads:
         prefix: of the store's keys.
         timeout: seconds that a load from the store may take.
         stats: where to count.
+
+    Attributes:
+        queued: jobs that start with the next step, by number. `SharedPrefix.build` takes them.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class PrefixLoads:
         self._prefix = prefix
         self._timeout = timeout
         self._stats = stats
-        self._queued: dict[int, TransferSpec] = {}
+        self.queued: dict[int, TransferSpec] = {}
         self._failed: list[EngineRequest] = []
 
     def start(self, prompt: SharedPrompt, tables: BlockTables, start: int, end: int) -> None:
@@ -129,13 +132,7 @@ class PrefixLoads:
 
         job_id = self._ledger.start(spec.blocks, end)
         prompt.jobs.add(job_id)
-        self._queued[job_id] = spec
-
-    def take_queued(self) -> dict[int, TransferSpec]:
-        """The jobs that were started since the last call."""
-        queued = self._queued
-        self._queued = {}
-        return queued
+        self.queued[job_id] = spec
 
     def revoke(self, prompt: SharedPrompt) -> None:
         """Revoke the loads of a prompt."""

@@ -259,7 +259,9 @@ class SharedPrefix:
             # beside this one loads.
             self._misses.admitted(prompt, local, local, prompt.request.num_computed_tokens)
         self._not_loaded.clear()
-        meta.loads |= self.loads.take_queued()
+        if self.loads.queued:
+            meta.loads |= self.loads.queued
+            self.loads.queued.clear()
 
     def finish(self, request_id: str) -> None:
         """The request is over. A load under way is told to stop."""

@@ -44,6 +44,8 @@ class AdapterLoads:
 
     def take(self, rank: int) -> list[AdapterLoad]:
         """The last load of each adapter since the last call."""
+        if not self._found:
+            return []
         found, self._found = self._found, {}
         return [AdapterLoad(rank, int_id, *load) for int_id, load in found.items()]
 

@@ -134,7 +134,8 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         """What this half has counted since the last call."""
         if self._scheduler_half is not None:
             return self._scheduler_half.take_stats()
-        return self._reports.take_stats(self._worker)
+        stats = self._worker.take_stats()
+        return self._reports.add_report(stats, self._worker) if self._reports.by_stats else stats
 
     # The scheduler half
 

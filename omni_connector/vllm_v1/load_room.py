@@ -92,8 +92,9 @@ class LoadRoom:
 
     def scheduled(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """vLLM has scheduled requests, and from now on can preempt them."""
-        for request_id in [each for each in self._after_load if each in num_scheduled_tokens]:
-            self.ends(request_id)
+        if self._after_load:
+            for request_id in [each for each in self._after_load if each in num_scheduled_tokens]:
+                self.ends(request_id)
 
     def ends(self, request_id: str) -> None:
         """A request needs nothing, or nothing more: it was scheduled, computes its prompt here, or

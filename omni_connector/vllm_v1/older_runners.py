@@ -69,11 +69,12 @@ class ReportPath:
 
     Attributes:
         known: whether a step has ended.
+        by_stats: whether the runner does not ask for the report.
     """
 
     def __init__(self) -> None:
         self.known = False
-        self._by_stats = False
+        self.by_stats = False
         self._asked = False
 
     def step_begins(self) -> None:
@@ -86,13 +87,11 @@ class ReportPath:
 
     def step_ends(self) -> None:
         """The runner has cleared the metadata of a step."""
-        self.known, self._by_stats = True, not self._asked
+        self.known = True
+        self.by_stats = not self._asked
 
-    def take_stats(self, worker: "OmniWorker") -> OmniStats | None:
-        """What a worker has counted, with its report if the runner does not ask for that."""
-        stats = worker.take_stats()
-        if not self._by_stats:
-            return stats
+    def add_report(self, stats: OmniStats | None, worker: "OmniWorker") -> OmniStats | None:
+        """Add a worker's report to what it has counted."""
         report = worker.take_report()
         if stats is None and report is None:
             return None

@@ -397,8 +397,10 @@ class OmniScheduler:
         meta.cancel = self._ledger.take_revoked()
         for request in scheduler_output.scheduled_new_reqs:
             self._report.prompt(len(request.prompt_token_ids or ()), request.num_computed_tokens)
-        self._trace.begin_each(scheduler_output.num_scheduled_tokens, "prefill", after="queued")
-        self._trace.begin_each(scheduler_output.num_scheduled_tokens, "decode", after="scheduling")
+        if self._trace.is_recording:
+            scheduled = scheduler_output.num_scheduled_tokens
+            self._trace.begin_each(scheduled, "prefill", after="queued")
+            self._trace.begin_each(scheduled, "decode", after="scheduling")
         return meta
 
     def update_output(self, output: "KVConnectorOutput") -> None:

@@ -183,6 +183,7 @@ class OmniWorker:
         self._store = store
         self._checksum = config.integrity == "full"
         self._threads = _Threads(context)
+        self._copy_threads = [self._threads.saves, self._threads.loads]
         self._caches: _RegisteredCaches | None = None
         self._metadata: OmniConnectorMetadata | None = None
         self._loads_started = self._saves_started = True
@@ -192,6 +193,8 @@ class OmniWorker:
         self._under_way: dict[int, TransferSpec] = {}
         self._last_started = NO_JOB_ID  # jobs have ascending numbers
         self._outcomes = JobOutcomes(stats, fails_by_block=fails_by_block(kv_cache_config))
+        self.take_finished_loads = self._outcomes.take_finished_loads
+        self.take_bad_block_ids = self._outcomes.take_bad_block_ids
         self._stats = stats
         self._closed = False
 
@@ -279,6 +282,7 @@ class OmniWorker:
                 )
                 bodies[StoreSaveSpec] = saves, store_jobs.save_work
                 bodies[StoreLoadSpec] = store_jobs.loads, store_jobs.load_work
+                self._copy_threads.append(store_jobs.loads)
             loader = Loader(
                 transports=self._transports,
                 copier=copier,
@@ -348,7 +352,7 @@ class OmniWorker:
             return
         self._last_started = max([self._last_started, *metadata.loads, *metadata.saves])
         if metadata.cancel:
-            for thread in self._copy_threads():
+            for thread in self._copy_threads:
                 thread.cancel(set(metadata.cancel))
 
     def start_loads(self) -> None:
@@ -449,20 +453,14 @@ class OmniWorker:
 
     def collect(self) -> None:
         """Look at what has ended; help with what has not if this step computes nothing."""
-        metadata, threads = self._metadata, self._copy_threads()
+        metadata = self._metadata
         if metadata and metadata.idle and not metadata.cancel and self._surroundings.lingers:
-            self._threads.helpers.lend(lambda: none_ended(threads))
-        for thread in threads:
+            self._threads.helpers.lend(lambda: none_ended(self._copy_threads))
+        for thread in self._copy_threads:
             for outcome in thread.take_ended():
                 self._outcomes.add(self._under_way.pop(outcome.job_id), outcome)
         if self._caches is not None and self._caches.store_jobs is not None:
             self._caches.store_jobs.count_events()
-
-    def _copy_threads(self) -> list[CopyThread]:
-        threads = [self._threads.saves, self._threads.loads]
-        if self._caches is not None and self._caches.store_jobs is not None:
-            threads.append(self._caches.store_jobs.loads)
-        return threads
 
     def ended(self, job_ids: Collection[int]) -> list[int]:
         """Those of these jobs that touch their blocks no more, reported or not. Any thread may ask.
@@ -470,7 +468,7 @@ class OmniWorker:
         A job of a step that this rank has yet to make counts as one that has not ended.
         """
         last_started = self._last_started  # before the threads are asked
-        under_way = set().union(*(thread.under_way() for thread in self._copy_threads()))
+        under_way = set().union(*(thread.under_way() for thread in self._copy_threads))
         return [each for each in job_ids if each <= last_started and each not in under_way]
 
     def saves_ended(self) -> Ended | None:
@@ -480,14 +478,6 @@ class OmniWorker:
         self.collect()
         report = self.take_report()
         return ({}, {}) if report is None else (report.done, report.failed)
-
-    def take_finished_loads(self) -> tuple[set[str], set[str]]:
-        """See `JobOutcomes`."""
-        return self._outcomes.take_finished_loads()
-
-    def take_bad_block_ids(self) -> set[int]:
-        """See `JobOutcomes`."""
-        return self._outcomes.take_bad_block_ids()
 
     def take_report(self) -> OmniWorkerMetadata | None:
         """What the scheduler half must know of; None when there is nothing."""
