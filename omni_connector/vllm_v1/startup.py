@@ -16,7 +16,7 @@ from omni_connector.config import OmniConfig
 from omni_connector.net.keys import load_key
 from omni_connector.net.listener import check_listen
 from omni_connector.net.peers import parse_listen
-from omni_connector.net.runtime import runtime_dir
+from omni_connector.net.runtime import runtime_dir, socket_path
 from omni_connector.plugin import CONNECTOR_NAME
 from omni_connector.transports.choice import check_transports
 
@@ -96,7 +96,8 @@ def check_settings(config: OmniConfig, *, binds: bool) -> None:
             be used.
         MissingDependencyError: as `check_transports`.
     """
-    runtime_dir(config.namespace)
+    # Its longest path is as long as this one: a name is hashed, and no kind has more letters.
+    socket_path(runtime_dir(config.namespace), "", kind="--")
     if config.key_file is not None:
         load_key(config.key_file)
     if config.listen is not None and binds:

@@ -82,11 +82,13 @@ def obstacle() -> str | None:
 
 
 @contextmanager
-def two_hosts() -> Iterator[Cable]:
-    """Two namespaces and the cable; they are gone afterwards."""
-    hosts = [
-        Host(f"omni{os.getpid()}{side}", f"{_NETWORK}.{i}") for i, side in ((1, "a"), (2, "b"))
-    ]
+def two_hosts(network: str = _NETWORK) -> Iterator[Cable]:
+    """Two namespaces and the cable; they are gone afterwards.
+
+    Args:
+        network: the first three numbers of their addresses, which end in 1 and 2.
+    """
+    hosts = [Host(f"omni{os.getpid()}{side}", f"{network}.{i}") for i, side in ((1, "a"), (2, "b"))]
     left, right = hosts
     try:
         for host in hosts:

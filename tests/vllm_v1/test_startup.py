@@ -81,6 +81,15 @@ def test_a_runtime_folder_that_is_open_to_others(make: Make, runtime: Path) -> N
         make()
 
 
+def test_a_runtime_folder_whose_path_is_too_long(
+    make: Make, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = runtime / ("x" * 90)
+    monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(deep))
+    with pytest.raises(ConfigError, match=r"Linux allows 107; set OMNI_CONNECTOR_RUNTIME_DIR"):
+        make()
+
+
 def test_a_key_file_that_is_missing(make: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"key_file.*omni\.key.*keygen"):
         make(key_file=str(tmp_path / "omni.key"))

@@ -89,7 +89,7 @@ class PeerConformance(ArenaFixtures):
             msgspec.structs.replace(endpoint, slot_bytes=SLOT_BYTES * 2),
             msgspec.structs.replace(endpoint, n_slots=N_SLOTS * 2, slot_bytes=SLOT_BYTES // 2),
         ):
-            with pytest.raises((PeerRefusedError, IncompatiblePeerError)):
+            with pytest.raises((PeerRefusedError, IncompatiblePeerError, ProtocolError)):
                 reader.attach(other, timeout=ATTACH_S)
 
     def test_endpoint_of_another_transport_is_refused(

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The code blocks of README and docs/."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+@dataclass(frozen=True)
+class Block:
+    """One code block, indented or fenced.
+
+    Attributes:
+        page: path of its page from the repository's root.
+        line: where it stands there, the first line being 1.
+        text: what a reader copies.
+    """
+
+    page: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks() -> Iterator[Block]:
+    """All of them, page by page."""
+    for path in PAGES:
+        page = str(path.relative_to(ROOT))
+        for token in MarkdownIt("commonmark").parse(path.read_text()):
+            if token.type in ("code_block", "fence"):
+                assert token.map is not None
+                yield Block(page, token.map[0] + 1, token.content)
+
+
+def block(page: str, start: str) -> Block:
+    """The one block of a page that begins so.
+
+    Raises:
+        LookupError: there is none, or there are several.
+    """
+    found = [each for each in blocks() if each.page == page and each.text.startswith(start)]
+    if len(found) != 1:
+        places = ", ".join(map(str, found)) or "nowhere"
+        raise LookupError(f"one block of {page} should begin with {start!r}: {places}")
+    return found[0]
