@@ -34,9 +34,17 @@ from omni_connector.runtime.context import PROCESS_CONTEXT, EngineContext
 logger = logging.getLogger("vllm.omni_connector.handoff")
 
 TICK_S: Final = 0.5
+"""Seconds between two calls of `on_tick`, and so about the most by which a lease ends late."""
+
 CLOSE_S: Final = 5.0
+"""Longest wait of `close` for the thread to end, in seconds."""
+
 FORGET_REFUSAL_S: Final = 5.0
+"""Seconds for which a peer that has refused or failed is not asked again: a router may send it many
+requests meanwhile."""
+
 MAX_PEERS: Final = 256
+"""Most peers that are asked at a time, and failed ones that are remembered. It bounds sockets."""
 
 _IPC: Final = "ipc://"
 _TCP: Final = "tcp://"
@@ -172,7 +180,7 @@ class ControlChannel:
         self._post(run)
 
     def learn(self, **fields: str) -> None:
-        """This engine has learned more of its weights: peers are judged by it from now on. Returns
+        """This engine has learned more of its weights: compare peers with that from now on. Returns
         at once; any thread may call it.
 
         Args:

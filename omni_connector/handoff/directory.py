@@ -206,7 +206,7 @@ class SlotDirectory:
             self._close_holders(handoff.slots_of(blocks))
 
     def wanted(self, handoff: Handoff, blocks: Sequence[Block]) -> bool:
-        """Whether another hand-off holds slots of these blocks of a closed one."""
+        """Whether other hand-offs hold the slots of these blocks, after their own was closed."""
         with self._lock:
             return self.pool.any_held(handoff.slots_of(blocks))
 

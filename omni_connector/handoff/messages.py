@@ -18,9 +18,16 @@ from omni_connector.net.zeromq import MAX_MESSAGE_BYTES
 from omni_connector.transports.base import Endpoint
 
 PROTOCOL_VERSION: Final = 3
+"""Version of these messages. It changes with each of them that an older engine cannot read."""
+
 TOKEN_BYTES: Final = 16
+"""Bytes of a hand-off's token, which nobody can guess, and of an engine's epoch."""
+
 DIGEST_BYTES: Final = 32
+"""Bytes of the digest of a prompt; see `Prompt.digest`."""
+
 MAX_TRANSPORTS: Final = 8
+"""Most endpoints of one arena, each for another transport. It bounds a message."""
 
 Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
@@ -138,8 +145,11 @@ class LeaseDenied(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Ends the lease that the request `sequence` got; 0: ends the hand-off unless it is leased, as
-    nobody will ask for it. Not answered."""
+    """Ends a lease. It has no answer.
+
+    `sequence` is that of the lease request. 0 ends the hand-off itself unless it is leased, because
+    nobody will ask for it.
+    """
 
     token: Token
     sequence: Sequence = 0

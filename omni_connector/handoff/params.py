@@ -17,6 +17,7 @@ from omni_connector.net.packets import PACKAGE, package_of
 from omni_connector.net.peers import MAX_HOST_CHARS, HostPort, Peers, is_loopback, parse_host
 
 PARAMS_VERSION: Final = 1
+"""Version of the keys that begin with `omni_`."""
 
 _Hex = Annotated[
     str, Meta(pattern=r"^[0-9a-f]+\Z", min_length=2 * TOKEN_BYTES, max_length=2 * TOKEN_BYTES)

@@ -12,6 +12,7 @@ from omni_connector.handoff.directory import SlotDirectory
 from omni_connector.net.runtime import tidy
 from omni_connector.runtime.context import EngineContext
 
+# Seconds between two looks for sockets of dead engines. They do no harm meanwhile.
 _SWEEP_S: Final = 10.0
 
 

@@ -108,9 +108,9 @@ class HandoffSender:
         self._copying: dict[int, _Send] = {}  # by job, also for requests that are over
         self._spoiled: set[int] = set()  # jobs whose blocks hold what no model has computed
         self.waiting: OrderedDict[str, _Send] = OrderedDict()
-        # There was no room for the first of them at this count of releases, and it waits so long.
+        # The pool's count of releases when the first of them found no room.
         self._tried: int | None = None
-        self._wait_until = 0.0
+        self._wait_until = 0.0  # when the first of them gives up, in seconds of the clock
 
     def add(self, request: EngineRequest, prompt: Prompt, refusal: str | None = None) -> None:
         """A request that asks for a hand-off has arrived.
@@ -184,7 +184,7 @@ class HandoffSender:
                 meta.saves |= self._start(send, send.handoff, ready, blocks_of(request_id))
 
     def _filled_blocks(self, send: _Send, computed: int) -> list[Block]:
-        """Blocks that this step fills, and are not being copied yet."""
+        """Blocks that this step fills and that no job copies yet."""
         ends = computed >= send.prompt.num_tokens
         filled: list[Block] = []
         for g, group in enumerate(self._groups):
@@ -200,7 +200,7 @@ class HandoffSender:
     def _start(
         self, send: _Send, handoff: Handoff, filled: list[Block], blocks: RequestBlocks
     ) -> dict[int, SaveSpec]:
-        """Start the job that copies these blocks, if one has to."""
+        """Start the job that copies these blocks, unless other hand-offs have them copied."""
         chosen = self._directory.copying(handoff, filled)
         if chosen is None:  # its peer has released it, or it has expired, or it is void
             self._abandon(send)
@@ -264,9 +264,9 @@ class HandoffSender:
         return voided
 
     def loads_failed(self, block_ids: set[int]) -> None:
-        """Another connector beside this one has failed to load these KV blocks, which vLLM computes
-        anew: what is copied of them, or computed upon them, is of no use, nor to hand-offs of the
-        same prompt that share its slots."""
+        """A connector beside this one has failed to load these KV blocks, and vLLM computes them
+        anew. Copies of them, and of what was computed upon them, must not be handed off, nor may
+        hand-offs of the same prompt that share the slots."""
         for send in self._admitted.values():
             if send.refusal is None and not send.block_ids.isdisjoint(block_ids):
                 self._refuse(send, "load_failed", "a load of another connector has failed")
@@ -348,7 +348,7 @@ def _spec(
 
 
 def _keys(shape: GroupShape, prompt: Prompt) -> list[SlotKey | None]:
-    """The key of each block that the next token reads; None for those that can have none."""
+    """The key of each block that the next token reads; None for a block without a name."""
     needed = shape.needed(prompt.num_tokens)
     if shape.attention_type == "last" or prompt.hash_block_size != shape.block_size:
         return [None] * len(needed)

@@ -34,7 +34,11 @@ from omni_connector.runtime.bounded import BoundedMap
 logger = logging.getLogger("vllm.omni_connector.handoff")
 
 MAX_SESSIONS: Final = 4096
+"""Most introduced peers that are remembered at a socket. A peer that is forgotten introduces itself
+again."""
+
 MAX_PENDING: Final = 1 << 16
+"""Most lease requests that wait for their hand-offs. Further ones are denied as `overloaded`."""
 
 
 class PeerConnection(NamedTuple):

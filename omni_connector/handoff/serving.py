@@ -18,13 +18,15 @@ logger = logging.getLogger("vllm.omni_connector.handoff")
 DRAINING: Final = "draining"
 DECODE_ROLE: Final = "decode_role"
 PREFILL_ROLE: Final = "prefill_role"
-"""Kinds of failure: a hand-off that an operator has this engine not offer, or not fetch."""
+"""Kinds of failure: by order of its operator this engine offers no hand-off, or fetches none."""
 
 UNSERVED: Final = frozenset({DRAINING, DECODE_ROLE, PREFILL_ROLE})
 
-# A process that leaves lets go of hand-offs so many seconds before vLLM would kill it, at most this
-# part of the time-out: it has to close its sockets and to remove its files.
+# Seconds before vLLM kills a process at which it lets go of its hand-offs. It needs them to close
+# its sockets and to remove its files.
 _EXIT_S: Final = 2.0
+
+# Largest part of vLLM's shutdown time-out that `_EXIT_S` may take.
 _EXIT_PART: Final = 0.25
 
 

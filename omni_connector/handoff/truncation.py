@@ -71,8 +71,8 @@ def _answer_with(request: Any, token: int) -> None:
 
 
 def may_be_cut(request: Any) -> bool:
-    """Whether a request that asks for a hand-off in vain can be answered without its prompt.
-    Whoever asked waits for the hand-off, and not for tokens."""
+    """Whether a request whose hand-off is refused can be answered without computing its prompt: its
+    sender waits for the hand-off, and not for tokens."""
     return (
         request.max_tokens == 1
         and request.num_prompt_tokens > 1
@@ -86,7 +86,7 @@ def may_be_cut(request: Any) -> bool:
 
 
 def cut(request: Any) -> None:
-    """Have a request computed of its first token only; see `may_be_cut`."""
+    """Cut the prompt of a request to its first token; see `may_be_cut`."""
     request.prompt_token_ids = request.prompt_token_ids[:1]
     del request._all_token_ids[1:]
     request.num_prompt_tokens = 1
