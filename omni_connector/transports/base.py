@@ -18,6 +18,7 @@ from omni_connector.errors import ProtocolError, TransportError
 from omni_connector.net.peers import is_loopback
 
 MAX_ADDRESS_BYTES: Final = 1024
+"""Longest address of an endpoint, in bytes; it bounds messages."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,15 +22,23 @@ from omni_connector.runtime.turns import WOKEN, StartTurns, Turns, TurnThread
 from omni_connector.transports import RemoteArena, SlotHeader
 
 THREADS_A_PEER: Final = 4
+"""Most threads that fetch from one peer at a time, so that a slow peer leaves some to others."""
+
 MAX_THREADS: Final = 64
+"""Most threads that fetch, from all peers."""
 
 PENDING_S: Final = 0.0003
 """Seconds after which to look at a mapped slot again that is not published. Its owner publishes it
 in its header, which readers can only read: to notify them, it would have to send each of them a
 message for each slot."""
 
+# Most steps of a load that are fetched ahead of the copy, which bounds the memory of fetched bytes.
 _AHEAD: Final = 3
+
+# Seconds after which to fetch a slot again that is not published.
 _FETCH_AGAIN_S: Final = 0.002
+
+# Longest wait of `close` for the threads, in seconds.
 _CLOSE_S: Final = 1.0
 
 _Step = TypeVar("_Step")

@@ -36,6 +36,7 @@ from omni_connector.transports.mooncake.library import (
 
 logger = logging.getLogger("vllm.omni_connector.transports")
 
+# Mooncake's return codes.
 OK: Final = 0
 NO_ROOM: Final = -200
 NOT_READY: Final = -703
@@ -62,15 +63,27 @@ _CODES: Final = {
     -900: "RPC_FAIL",
     -901: "RPC_TIMEOUT",
 }
+# Codes of a call that the master has not answered.
 _NO_MASTER: Final = frozenset({-900, -901})
 
+# Most calls at a time, each on a thread of its own. Further ones fail at once. It bounds the
+# threads that are left behind in calls that hang.
 _MAX_CALLS: Final = 32
-# A call that was waited for for less than this says nothing of the master.
+
+# Shortest wait for a call, in seconds, after which the master counts as away. A shorter one tells
+# nothing of the master.
 _HANGS_S: Final = 0.1
+
+# Longest wait to connect to the master, in seconds.
 _CONNECT_S: Final = 2.0
+
+# Longest wait of `close` for Mooncake's client, in seconds. After that it goes with the process.
 _CLOSE_S: Final = 3.0
+
+# Seconds until a master that is away is asked again: at first, and at most.
 _FIRST_BACKOFF_S: Final = 0.5
 _MAX_BACKOFF_S: Final = 30.0
+
 # Read by Mooncake when a client is set up; the user's own environment comes first.
 _LIMITS: Final = {
     "MC_RPC_TIMEOUT_MS": "3000",

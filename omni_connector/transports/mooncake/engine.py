@@ -41,21 +41,37 @@ RANGE_BYTES: Final = 1 << 20
 """Larger reads are cut into ranges of this size, as several ranges use several connections."""
 
 _LOOPBACK: Final = "127.0.0.1"
+
+# Most ranges in one call of Mooncake, whose queue of transfers is bounded. Each further try has a
+# quarter of them.
 _MAX_RANGES: Final = 64
+
+# Most tries to read the ranges of a call.
 _ATTEMPTS: Final = 4
+
+# Seconds that are waited before a further try, times 4 for each try before it.
 _BACKOFF_S: Final = 0.005
+
 # A read that fails sooner was refused, or lost its connection. One that takes longer is stuck.
 _QUICK_S: Final = 1.0
 # Mooncake's blocking call keeps a core busy until the bytes are there, and the threads that send
-# and receive them need that core. Where ranges are few or large, it costs less to start a transfer
+# and receive them need that core. With few ranges, or large ones, it costs less to start a transfer
 # for each, and to look now and then.
 _FEW_RANGES: Final = 4
 _LARGE_BYTES: Final = 256 << 10
+
+# Seconds between two looks at a transfer: at first, and at most.
 _FIRST_POLL_S: Final = 0.00005
 _POLL_S: Final = 0.0002
+
+# What Mooncake returns in place of a transfer that it does not start.
 _NO_TRANSFER: Final = frozenset({0, -1, (1 << 64) - 1})
+
+# Smallest buffer, in bytes. Small reads of many sizes then use the same buffers.
 _MIN_BUFFER_BYTES: Final = 64 << 10
-# Memory is used again, as a fresh page costs as much as reading it over loopback.
+
+# Most bytes of buffers that are kept for later reads, as a fresh page costs as much as reading it
+# over loopback.
 _MAX_SPARE_BYTES: Final = 256 << 20
 
 
@@ -133,7 +149,7 @@ class TransferEngine:
         return str(HostPort(self._host or _LOOPBACK, engine.get_rpc_port()))
 
     def register(self, address: int, size: int) -> None:
-        """Let peers read memory of ours; with `rdma`, our reads can also arrive only in such.
+        """Let peers read memory of ours. With `rdma`, our own reads need registered memory, too.
 
         Raises:
             MissingDependencyError, TransportError: as `address`; or Mooncake refuses the memory.
@@ -272,7 +288,7 @@ class TransferEngine:
             self.register(int(buffer.ctypes.data), buffer.nbytes)
 
     def _keep(self, peer: str, buffer: NDArray[np.uint8], start: int, end: int) -> None:
-        """Quarantine a buffer of which a failed read may still write these addresses."""
+        """Quarantine a buffer: a failed read may still write to these addresses."""
         if self.protocol != "tcp":  # registered memory cannot be given back in part
             self.pool.quarantine(peer, buffer, buffer.nbytes)
             return

@@ -50,6 +50,8 @@ _ADDRESS: Final = re.compile(
 )
 # Headers that are this close to each other are read together with the headers between them.
 _HEADER_GAP: Final = 64
+
+# Longest wait for a read whose caller has no deadline of its own, in seconds.
 _READ_TIMEOUT_S: Final = 30.0
 
 
