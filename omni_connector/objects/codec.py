@@ -32,7 +32,10 @@ from omni_connector.arena.buffers import ALIGNMENT, aligned
 from omni_connector.errors import MissingDependencyError, ProtocolError
 
 MAX_DEPTH: Final = 100
+"""Most containers within each other, well below Python's own limit of calls."""
+
 MAX_DIMENSIONS: Final = 64
+"""Most dimensions of a tensor: those that numpy allows."""
 
 # dtype -> bytes of an item. torch knows all of these names, numpy all but the last ones.
 ITEM_BYTES: Final = {
@@ -55,6 +58,7 @@ ITEM_BYTES: Final = {
 }
 _TORCH_ONLY: Final = frozenset(name for name in ITEM_BYTES if "bfloat" in name or "_e" in name)
 
+# Kinds of objects, the last field of the trailer.
 _BYTES, _PIECES, _TREE, _TENSOR = range(4)
 _TRAILER: Final = struct.Struct("<QQB")
 _EXTENSION: Final = 1

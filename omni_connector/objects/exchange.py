@@ -46,7 +46,9 @@ from omni_connector.transports.base import ArenaTransport, Endpoint
 
 logger = logging.getLogger(__name__)
 
+# Most tries of a `get` to read an object that is replaced again and again meanwhile.
 _READ_ATTEMPTS: Final = 8
+
 # Most peers that are remembered, as metadata may name any number. Above this, peers that are not
 # being asked are forgotten.
 _MAX_PEERS: Final = 256

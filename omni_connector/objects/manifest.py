@@ -21,11 +21,15 @@ from omni_connector.net.status import plain
 from omni_connector.objects.object_store import host_bytes
 
 FRAGMENT_BYTES: Final = 8 << 20
-MANIFEST_BYTES: Final = 2 << 20  # with the content that follows it
+"""Bytes of each fragment but the last: large enough that a call costs little beside its bytes."""
+
+MANIFEST_BYTES: Final = 2 << 20
+"""Most bytes of a manifest and the content after it. Each `get` has memory for as many ready."""
 
 _MAGIC: Final = b"omniobj1"
 _FIELDS: Final = struct.Struct("<8sQQ16s32sQ")
 _FIELDS_CHECKSUM: Final = struct.Struct("<Q")
+# Where the content follows, in bytes.
 CONTENT_AT: Final = 128
 INLINE_BYTES: Final = MANIFEST_BYTES - CONTENT_AT
 

@@ -39,10 +39,19 @@ from omni_connector.transports.mooncake.transport import MooncakeTransport
 
 logger = logging.getLogger(__name__)
 
+# Longest wait of the server's thread for messages, in seconds, before it looks at its connections.
 _PASS_S: Final = 0.1
+
+# Most messages that are answered in one pass.
 _AT_ONCE: Final = 64
-_MAX_NAMED: Final = 1024  # hosts; more than a pipeline has
+
+# Most hosts named by requests that are remembered; more than a pipeline has.
+_MAX_NAMED: Final = 1024
+
+# Longest wait of `close` for the server's thread, in seconds.
 _CLOSE_S: Final = 5.0
+
+# Longest wait of a `put` that finds no room for what peers have read so far, in seconds.
 _CATCH_UP_S: Final = 0.3
 
 # Names that vLLM-Omni's configurations use for "the address that others reach".

@@ -57,12 +57,22 @@ from omni_connector.transports.mooncake.memory import Staging, addresses
 
 logger = logging.getLogger(__name__)
 
+# Most tries to read an object whose manifest or fragments are replaced meanwhile.
 _ATTEMPTS: Final = 4
+
+# Calls for fragments that are under way at a time: one arrives while the one before is checked.
 _WINDOW: Final = 2
+
+# Fragments that one call reads.
 _GROUP_FRAGMENTS: Final = 4
+
+# Seconds between two tries.
 _RETRY_S: Final = 0.005
+
+# Longest wait for a manifest that is being written, in seconds.
 _NOT_READY_S: Final = 0.25
-# So much is copied at a time that it is still in the processor's cache for its checksum.
+
+# Bytes that are copied at a time. They are still in the processor's cache for their checksum.
 _CACHED_BYTES: Final = 256 << 10
 # Objects that are remembered for `cleanup`. Older ones are left to Mooncake's eviction.
 _MAX_REMEMBERED: Final = 1 << 16

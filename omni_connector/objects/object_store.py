@@ -38,9 +38,13 @@ logger = logging.getLogger(__name__)
 # One message, of bounded size, describes an object even if none of its slots are consecutive.
 MAX_OBJECT_SLOTS: Final = 4096
 
+# Bytes of a slot, unless the arena is so large that slots have to be larger.
 _SLOT_BYTES: Final = 1 << 20
+
+# Largest arena whose size nobody has chosen, in bytes.
 _MAX_DEFAULT_BYTES: Final = 4 << 30
-# What vLLM-Omni waits by default.
+
+# Seconds for which an object that nobody reads is kept: as long as vLLM-Omni waits by default.
 DEFAULT_TTL_S: Final = 300.0
 
 Runs = tuple[tuple[int, int], ...]

@@ -39,14 +39,17 @@ from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 logger = logging.getLogger(__name__)
 
 PROTOCOL: Final = 2
+"""Version of the messages about objects."""
 
-# The line to a peer is closed after it was not used for so long.
 IDLE_S: Final = 60.0
-# Over the network attaching may take this much longer than the answer. A read may take as long
-# again, and longer for a large object.
+"""Seconds without use after which the line to a peer is closed."""
+
+# Over the network, longest time to attach an arena beyond the answer, and to read a small object
+# from it, in seconds. A large object has a second more for each `_READ_BYTES_PER_S`, a slow link.
 _READ_S: Final = 10.0
 _READ_BYTES_PER_S: Final = 20e6
-# Notes that are kept for a peer that takes none at the moment. Of more, the oldest are lost.
+
+# Most notes that are kept for a peer that takes none at the moment. Of more, the oldest are lost.
 _MAX_UNSENT: Final = 1024
 
 Fetch = Callable[[list[int], int], NDArray[np.uint8]]

@@ -18,7 +18,10 @@ from omni_connector.objects.peer import Find, Read
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.shm import SharedMemoryTransport
 
+# Names of the sockets begin with this.
 _OBJECT_SOCKET: Final = "o-"
+
+# Longest wait of a `put` that finds no room for what peers have read so far, in seconds.
 _CATCH_UP_S: Final = 0.2
 
 

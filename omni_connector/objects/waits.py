@@ -13,7 +13,10 @@ _THREADS: Final = 16
 """Most calls from asyncio that run at a time in a process; further ones queue."""
 
 FIRST_PAUSE_S: Final = 0.001
+"""Seconds between the first two looks for an object. Each further pause is twice as long."""
+
 LAST_PAUSE_S: Final = 0.05
+"""Longest pause between two looks, in seconds, and so the longest delay of an object that comes."""
 
 _Result = TypeVar("_Result")
 
