@@ -12,6 +12,7 @@ import torch
 
 CONTRACT_KEY: Final = "_kv_payload_contract"
 CONTRACT_VERSION: Final = 1
+"""Version of the contract under `CONTRACT_KEY`; a payload with another one is refused."""
 
 
 def metadata_of(payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,8 @@ _HOST_BACKENDS: Final = ("gloo", "mpi")
 
 # Seconds beyond what receiving may take, for ranks that are busy, or began a little later.
 _SLACK_S: Final = 10.0
+
+# Seconds between two looks at whether the other ranks have voted: at first, and at most.
 _FIRST_POLL_S: Final = 0.0005
 _LAST_POLL_S: Final = 0.02
 
@@ -42,6 +44,8 @@ _LAST_POLL_S: Final = 0.02
 _FAILED: Final = b"\0"
 _MISSED: Final = b"\1"
 _CAME: Final = b"\2"
+
+# Bytes of a vote: the byte that it begins with, and a digest.
 _VOTE_BYTES: Final = 33
 
 

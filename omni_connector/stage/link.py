@@ -48,8 +48,12 @@ _RANKED_PORTS: Final = frozenset(
 
 _ADDRESS: Final = ("sender_host", "sender_zmq_port")
 
+# Most tries to put a payload, and seconds before the second one; each further pause is twice as
+# long.
 _SEND_TRIES: Final = 3
 _SEND_BACK_OFF_S: Final = 0.1
+
+# Seconds between two looks for a payload that is not there yet: at first, and at most.
 _FIRST_POLL_S: Final = 0.01
 _LAST_POLL_S: Final = 0.5
 

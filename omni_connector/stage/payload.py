@@ -28,6 +28,7 @@ from omni_connector.objects.codec import ITEM_BYTES, MAX_DIMENSIONS
 from omni_connector.stage import contract
 
 MAX_HEADER_BYTES: Final = 1 << 26
+"""Longest header of a payload, in bytes. It bounds what is decoded of a payload from outside."""
 
 DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in ITEM_BYTES}
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}

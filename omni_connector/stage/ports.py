@@ -13,7 +13,11 @@ from omni_connector.errors import ConfigError
 from omni_connector.net.peers import MAX_PORT
 
 RANK_STRIDE: Final = 16
+"""Ports from one rank of a stage to the next, and so the most stages. vLLM-Omni counts so."""
+
 REPLICA_STRIDE: Final = 1024
+"""Ports from one replica of a stage to the next. vLLM-Omni counts so."""
+
 KV_OFFSET: Final = 100
 """Below it are the ports of other payloads of stages with the same base."""
 

@@ -24,9 +24,11 @@ from omni_connector.errors import OmniError, PeerUnreachableError
 from omni_connector.transports.mooncake.client import OK, ClientSettings, StoreClient, name_of
 from omni_connector.transports.mooncake.memory import Staging, addresses
 
-# Larger calls, and several at once, are no faster.
+# Most bytes and keys of one call. Larger calls, and several at once, are no faster.
 _CALL_BYTES: Final = 16 << 20
 _CALL_KEYS: Final = 256
+
+# Most bytes of registered memory that is kept for later calls.
 _SPARE_BYTES: Final = 64 << 20
 
 Rows = NDArray[np.uint8]

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 from omni_connector.arena.format import PAGE_BYTES
 from omni_connector.errors import ConfigError
 
+# Folders among which the files are spread, by the first byte of the name.
 _PARTS: Final = 256
 _NAME: Final = re.compile(r"[0-9a-f]{38}\.kv")
 _TEMPORARY: Final = re.compile(r"[0-9a-f]{16}\.new")

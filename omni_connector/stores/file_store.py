@@ -33,18 +33,28 @@ from omni_connector.stores.file_sweep import Sweeper
 logger = logging.getLogger("vllm.omni_connector.store")
 
 CLOSE_S: Final = 5.0
+"""Longest wait of `close` for a sweep, in seconds."""
 
+# Longest wait for the folder to open, in seconds. It goes on opening in the background.
 _OPEN_S: Final = 5.0
+
+# Seconds after which the thread looks again at a step of a sweep that hangs.
 _STEP_S: Final = 10.0
+
 # Seconds after which a call without any answer has met a file system that hangs.
 _HANGS_S: Final = 0.1
+
+# Most calls at a time, each on a thread of its own. It bounds the threads that hang.
 _MAX_CALLS: Final = 16
+
 # A look-up that one thread has not ended after `_ALONE_S` seconds waits for a server or a disk.
 # Then up to `_BESIDE` more threads ask beside it, each for `_A_THREAD` keys at least. They are
 # threads of their own, so that a hanging look-up leaves the other threads to puts and gets.
 _ALONE_S: Final = 0.002
 _BESIDE: Final = 7
 _A_THREAD: Final = 16
+
+# Seconds after which a folder that hangs or fails is tried again: at first, and at most.
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 60.0
 
@@ -53,6 +63,7 @@ _LONGEST_PAUSE_S: Final = 60.0
 _TOUCH_S: Final = 60.0
 _TOUCH_STEP_NS: Final = 1000
 
+# Bytes that are read from the disk at a time, into memory of the reading thread.
 _BOUNCE_BYTES: Final = 1 << 20
 
 _Result = TypeVar("_Result")
