@@ -30,8 +30,11 @@ _OF_SERVICE = ("_SERVICE_", "_PORT")
 _FOREIGN_KEYS = frozenset({"engine_id"})
 
 MAX_COPY_THREADS = 64
+"""Most threads that share in one copy: more than memory is fast enough for."""
 
 _GIB = 1 << 30
+
+# Longest part of a value that an error shows, in characters.
 _SHOWN_CHARS = 200
 
 MAX_ORPHAN_S: Final = 86400.0

@@ -41,6 +41,8 @@ from omni_connector.runtime.trace import FileTrace, merge, now
 from omni_connector.testing.engines import Client, Engine, EngineError, completion
 
 LENGTHS: Final = (100, 513, 1000, 2049)
+"""Tokens of the prompts: below one block, and around whole numbers of blocks."""
+
 FAMILY: Final = "llama-wide"
 KV_TRANSFER_CONFIG: Final[Mapping[str, Any]] = {
     "kv_connector": CONNECTOR_NAME,

@@ -23,6 +23,7 @@ NOTICE_S: Final = 10.0
 """Longest wait in seconds until an engine obeys: it reads orders twice a second, and writes its
 status once a second."""
 
+# Seconds between two looks at whether the engines have obeyed.
 _POLL_S: Final = 0.2
 
 

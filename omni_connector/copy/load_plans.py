@@ -18,6 +18,7 @@ from omni_connector.kv.spans import NULL_BLOCK_ID
 from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.transports.base import Endpoint
 
+# Most plans that are remembered, each for a peer's layout and a rank. It bounds memory.
 _MAX_PLANS: Final = 64
 
 Blocks = NDArray[np.int64]

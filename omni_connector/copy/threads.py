@@ -20,6 +20,7 @@ from omni_connector.runtime.turns import COPIES, WOKEN, StartTurns, TurnThread
 logger = logging.getLogger("vllm.omni_connector.worker")
 
 CLOSE_S: Final = 5.0
+"""Longest wait of `close` for the thread to end, in seconds."""
 
 THREAD_DIED: Final = "copy_thread_died"
 
@@ -68,6 +69,7 @@ stands for a few hundred microseconds, `UNTIL_NOTIFIED` for as long as it takes.
 jobs have their turn. The next `CopyThread.notify` ends the wait, so does its cancellation, and it
 may end early. It looks before each piece: a job that was cancelled copies nothing any more."""
 
+# Seconds that `False` in a `Work` stands for. A slot that is not published yet comes about as soon.
 _NOT_YET_S: Final = 0.0003
 
 

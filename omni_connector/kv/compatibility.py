@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 from omni_connector.kv.shapes import GroupShape, pickled
 from omni_connector.kv.shapes import difference as groups_difference
 
+# Most ranks of an engine, and most cache groups of a model. They bound messages.
 MAX_RANKS: Final = 1024
 MAX_GROUPS: Final = 256
 

@@ -16,6 +16,7 @@ from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
 from omni_connector.net.rank_socket import RankAnswers
 
 ANSWER_S: Final = 10.0
+"""Longest wait for a rank's introduction, in seconds. A rank that computes answers slowly."""
 
 
 class _Ask(Struct, frozen=True, tag="ask-introduction"):

@@ -40,18 +40,33 @@ from omni_connector.net.zeromq import Context, Socket, prepare, prepare_tcp
 logger = logging.getLogger("vllm.omni_connector.net")
 
 MAX_CONNECTIONS: Final = 1024
-MAX_REQUEST_BYTES: Final = 1 << 18  # handshakes are the longest: some 100 bytes a layer
+"""Most connections over TCP at a time. Of descriptors they take a quarter at most."""
+
+MAX_REQUEST_BYTES: Final = 1 << 18
+"""Longest message of a peer, in bytes. Handshakes are the longest: some 100 bytes a layer."""
+
 MAX_REQUESTS: Final = 8
+"""Most messages of one peer that wait to be handled."""
+
 MAX_UNFINISHED_BYTES: Final = 4 * MAX_REQUEST_BYTES
+"""Most bytes from a connection without a whole message. It is closed beyond that."""
 
 _ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
 _ZAP_DOMAIN: Final = b"omni-control"
+
+# Most events that are handled at a time, before the other sockets have their turn.
 _AT_ONCE: Final = 256
+
+# Descriptors that listening takes.
 _BIND_FILES: Final = 6
+
 # Connections that wait to be accepted. Those of a burst are accepted before we can close the door.
 _BACKLOG: Final = 32
+
+# Seconds between two looks at how much each connection has sent.
 _LOOK_S: Final = 0.5
+
 # Heartbeats are no messages: some 50 bytes every 3 seconds.
 _IDLE_BYTES_PER_S: Final = 1024
 # Of Linux' struct tcp_info.

@@ -19,11 +19,13 @@ from omni_connector.errors import (
 from omni_connector.net.status import plain
 
 PROTOCOL: Final = 2
+"""Version of the messages between processes of one host."""
 
 PACKAGE: Final = f"omni-connector {__version__}"
 """What a refusal says of this side, so that its one line names both versions of the package."""
 
 MAX_MESSAGE_BYTES: Final = 65536
+"""Longest message, in bytes: a Unix socket takes it in one piece by default."""
 
 
 def require_protocol(found: int, wanted: int = PROTOCOL) -> None:

@@ -13,6 +13,7 @@ from omni_connector.net.peers import HostPort, parse_host
 from omni_connector.runtime.blocking_calls import CallThreads
 
 MAX_LOOKUPS: Final = 16
+"""Most names that are looked up at a time, each on its own thread. Further ones fail at once."""
 
 
 def resolve(address: HostPort) -> HostPort:

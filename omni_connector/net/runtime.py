@@ -42,13 +42,14 @@ logger = logging.getLogger("vllm.omni_connector.net")
 
 RUNTIME_DIR_VARIABLE: Final = "OMNI_CONNECTOR_RUNTIME_DIR"
 LOCK_TIMEOUT_S: Final = 5.0
+"""Longest wait for the lock of a folder, in seconds. Who holds it does so for milliseconds."""
 
 _FOLDER: Final = "omni-connector"
 LOOPBACK_KEY: Final = ".loopback.key"  # no namespace begins with a dot
-SUN_PATH_BYTES: Final = 108
+SUN_PATH_BYTES: Final = 108  # Linux' limit for a path, with a zero at its end
 _PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _ADDRESS: Final = re.compile(r"[a-z]-[0-9a-f]{24}\.sock")
-_POLL_S: Final = 0.005
+_POLL_S: Final = 0.005  # between two tries to get the lock
 
 # Drawn anew at each boot. Containers of one kernel share it, and reach each other's sockets,
 # whatever their network and process namespaces are.

@@ -34,8 +34,13 @@ from omni_connector.runtime.stats import FAILURE, PEER
 logger = logging.getLogger("vllm.omni_connector.status")
 
 FORMAT: Final = 1
+"""Version of the content. Readers skip files of another one."""
+
 MAX_BYTES: Final = 1 << 20
+"""Longest file that is read, in bytes."""
+
 MAX_FILES: Final = 1024
+"""Most files of a folder that are read."""
 
 WRITE_S: Final = 0.4
 """Shortest time between two writes, in seconds. The control channel ticks twice a second, and each
@@ -44,10 +49,14 @@ tick may write."""
 SIGN_OF_LIFE_S: Final = 5.0
 """Seconds after which an engine writes even if nothing has changed."""
 
+# Seconds between two looks for files of dead engines.
 _SWEEP_S: Final = 10.0
 
 _NAME: Final = re.compile(r"\.?[0-9a-f]{16}\.status")
+
+# Most tries to open a file that its engine replaces meanwhile.
 _LOOKS: Final = 3
+
 _DRAWN_ID: Final = re.compile(r"([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}(.*)")
 
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]

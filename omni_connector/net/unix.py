@@ -41,11 +41,20 @@ from omni_connector.runtime.turns import WOKEN, TurnThread
 logger = logging.getLogger("vllm.omni_connector.net")
 
 MAX_CONNECTIONS: Final = 512
+"""Most connections of a server at a time. Further ones are closed at once."""
 
+# Seconds between two tries to connect to a socket whose queue of connections is full.
 _RETRY_S: Final = 0.01
+
+# Pause in seconds when this process has no descriptor for a new connection.
 _NO_RESOURCES_S: Final = 0.05
+
+# Longest wait of `close` for the thread, in seconds.
 _CLOSE_S: Final = 5.0
+
+# Seconds between two looks of `catch_up` at whether the thread still runs.
 _CATCH_UP_CHECK_S: Final = 0.05
+
 # Most notes that are taken from one peer before the other peers are served.
 _NOTES_A_ROUND: Final = 64
 _UCRED: Final = struct.Struct("3i")

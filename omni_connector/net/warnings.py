@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 WARN_EVERY_S: Final = 60.0
+"""Shortest time between two warnings of one kind, in seconds: strangers may cause them."""
 
 
 class Warnings:

@@ -18,13 +18,26 @@ from omni_connector.net.keys import ClusterKey
 from omni_connector.net.peers import HostPort
 
 MAX_MESSAGE_BYTES: Final = 8 << 20
+"""Longest message that is taken, in bytes. The longest one leases the slots of a long prompt."""
+
 MAX_QUEUED: Final = 1 << 14
+"""Most messages that wait for one peer that does not read them. Further ones are lost."""
+
 HEARTBEAT_MS: Final = 3000
+"""Time between two heartbeats over TCP, in ms."""
+
 HEARTBEAT_TIMEOUT_MS: Final = 6000
+"""Time without an answer to a heartbeat after which a connection counts as lost, in ms."""
+
 HANDSHAKE_MS: Final = 5000
+"""Longest time for a stranger on TCP to prove that it has the key, in ms."""
+
 CONNECT_MS: Final = 5000
+"""Longest time to connect over TCP, in ms."""
 
 IO_THREADS: Final = 2
+"""Threads of a context: one for Unix sockets, one for TCP."""
+
 # Descriptors of a context and a socket: two for each I/O thread, two for the thread that ends
 # sockets, two for the one that waits for that, and two for the socket.
 _CONTEXT_FILES: Final = 2 * (IO_THREADS + 2) + 2

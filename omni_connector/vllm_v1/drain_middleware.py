@@ -44,9 +44,11 @@ UNCOUNTED: Final = frozenset({HEALTH, "/ping", "/metrics", "/load", "/version"})
 # Seconds between two looks at the status files.
 _LOOK_S: Final = 0.25
 
-# A supervisor of several API servers kills them after `--shutdown-timeout`. The drain ends so many
-# seconds earlier, at most this part of the time-out.
+# Seconds before `--shutdown-timeout` is over at which the drain ends. A supervisor of several API
+# servers kills them then, and they need some time to stop.
 _STOP_S: Final = 5.0
+
+# Largest part of the time-out that `_STOP_S` may take.
 _STOP_PART: Final = 0.25
 
 _UNAVAILABLE: Final = b"draining\n"
