@@ -246,15 +246,14 @@ class Cluster(Clients):
         def look() -> None:
             late = world.now - self.lag > late_at
             if target.has_inputs or not (target.idle or late):
-                world.stir(str(target.owner))  # vLLM steps on without a pause until it is idle
                 world.later(_LOOK_S, look)
                 return
             self.draining -= 1
             del self.leaving[engine]
-            requests = any(each.engine is target for each in self.sent.values())
             if inspection.handoffs(half) and world.now < ends_at - timeout * _LET_GO_PART:
                 raise Violation("left_early", f"{engine} goes, and takes hand-offs with it")
-            if late and not requests and not half.copying():
+            # Its last requests and copies may have ended a moment ago.
+            if late and inspection.serving(half).stays():
                 raise Violation("never_leaves", f"{engine} stays longer than its time-out")
             # What it has not ended by now is lost, as vLLM kills it.
             self.excuses = self.excuses or late or bool(inspection.handoffs(half))

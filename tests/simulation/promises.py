@@ -121,7 +121,7 @@ class Promises:
         now = self._engine.world.now
         late, self._late = self._late, []
         for asked in late:
-            self._asks(half, *asked, now, before)
+            self._asks(half, *asked, now, before, waited=True)
         for request_id in self._engine.latest:
             request = self._engine.scheduler.requests.get(request_id)
             if request is None:
@@ -173,9 +173,12 @@ class Promises:
         keys: list[bytes],
         now: float,
         before: set[int],
+        *,
+        waited: bool = False,
     ) -> None:
         """A request wants these blocks, which the step fills, to be kept here, or pinned: now, or
-        when it is their turn."""
+        when it is their turn. If vLLM has lost one by then, it is dropped. Another request may have
+        filled it anew in the same step, and does not ask for a pin."""
         if wish.pin_s:
             self._asked.update(inspection.tags_of_blocks(half, group, keys).tolist())
         if request_id in self._went_on:  # which of its blocks are kept is not known here
@@ -195,9 +198,10 @@ class Promises:
         if not wish.pin_s:
             return
         refused = 0
+        excused = waited and inspection.counted(half, "blocks_dropped")
         for key, tag, kept in zip(keys, tags, here, strict=True):
             if tag not in self._pinned:
-                refused += whole and kept
+                refused += whole and kept and not excused
             elif whole or tag not in before:  # of a window, not all blocks are there to be kept
                 name = self._beginnings[group] + key[:_HASH_BYTES]
                 pin = self._pins.setdefault(name, _Pin(tag))

@@ -126,6 +126,39 @@ def test_a_hand_off_beside_a_failed_load_goes_on(engine, tokens):
     assert_clean(prefill, decode, both)
 
 
+def test_a_load_that_fails_in_blocks_which_a_hand_off_has_lost_is_no_failure_of_it(engine, tokens):
+    """It was preempted after its blocks were copied, and they were given to the load."""
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    both = engine(
+        "kv_both",
+        policy="recompute",
+        prefix_caching=False,
+        long_prefill=BLOCK,
+        usable_blocks=12,
+    )
+    handed_on = prompt(8 * BLOCK, seed=3)
+    handed = both.submit(handed_on, params=HANDOFF)
+    request = both.scheduler.requests[handed]
+    both.instant_copies = True
+    both.run(lambda: request.num_computed_tokens >= 7 * BLOCK and not both.half.copying())
+    blocks_of = both.scheduler.kv_cache_manager.get_block_ids
+    lost = set(blocks_of(handed)[0])
+    preempt_now(both, handed)
+    copier_fails(prefill, both)
+    request_id = leased(prefill, both, PROMPT)
+    both.run(lambda: bool(blocks_of(request_id)[0]))
+    assert lost & set(blocks_of(request_id)[0])
+    wait(lambda: inspection.copies_ended(both.worker_half))
+    assert not both.done(handed)
+    both.settle()
+    assert both.answers[request_id].tokens == tokens(PROMPT, 6)
+    assert both.failures() == {"load_failed": 1}  # that of the load
+    params = both.answers[handed].params
+    assert decode.generate(handed_on, 6, params=params).tokens == tokens(handed_on, 6)
+    assert decode.count("handoffs_received") == 1
+    assert_clean(prefill, decode, both)
+
+
 def test_a_load_fails_on_top_of_a_prefix_that_was_here(engine, tokens):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     decode.generate(PROMPT[: 2 * BLOCK + 1])
