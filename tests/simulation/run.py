@@ -145,7 +145,10 @@ def _run(cluster: Cluster, plan: Plan, errors: "_Errors") -> None:
             if engine not in before:
                 before[engine] = sizes(engine)
         late = cluster.overdue()
-        if late is not None and late.engine.stalled and _stalls_by_itself(late.engine.shape, plan):
+        if late is not None and (
+            (late.engine.stalled and _stalls_by_itself(late.engine.shape, plan))
+            or late.engine.has_lost(late.request_id)
+        ):
             cluster.give_up(late)
         elif late is not None:
             raise Violation("never_ends", f"{late.request_id} at {late.engine.name} does not end")

@@ -85,7 +85,8 @@ class Asking:
             )
             if load.former is None or load.former is former:
                 continue
-            now[request_id] = load.former, seconds
+            # Other threads may have held up the step since it asked.
+            now[request_id] = load.former, self._engine.step_began
             if seconds - before < _STOOD_STILL_S:
                 raise Violation(
                     "asks_again",

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -61,6 +61,12 @@ from tests.toy import VOCAB, reference
 from tests.toy_runner import ToyRunner, WrongBytes
 
 _IDLE_S = 1.0
+
+# Where vLLM's scheduler has its requests, by any of the versions' names.
+_QUEUES: Final = (
+    *("running", "waiting"),
+    *("kv_holding_waiting", "deferred_waiting", "skipped_waiting"),
+)
 _SLOT_BYTES = 4096
 
 _WHILE_IT_COMPUTES = 12
@@ -107,7 +113,9 @@ class SimulatedEngine(Actor):
         self._idle = 0
         self._busy_until = 0.0
         self.unoccupied = Unoccupied(world.clock)
-        self.arrived: dict[str, float] = {}  # what `unoccupied.seconds` was when a request did
+        # What `unoccupied.seconds` was when a step began, and when a request arrived.
+        self.step_began = 0.0
+        self.arrived: dict[str, float] = {}
         self._inputs: deque[Callable[[], object]] = deque()
         self.inputs: dict[str, bytes] = {}  # of requests, beside their tokens
         self._adapters: dict[int, bytes] = {}  # those that were loaded
@@ -336,6 +344,7 @@ class SimulatedEngine(Actor):
             return True
         in_flight = len(self._scheduled) + len(self._executed)
         if in_flight < self._batches and self.scheduler.has_requests():
+            self.step_began = self.unoccupied.seconds
             step = self.scheduler.schedule()
             if step.total_num_scheduled_tokens:
                 self.unoccupied.ends()
@@ -437,6 +446,14 @@ class SimulatedEngine(Actor):
         """Whether vLLM itself cannot go on: requests whose KV was loaded hold all blocks, none of
         them runs, and it preempts only what runs."""
         return not self.scheduler.running and bool(loaded_and_waiting(self.scheduler))
+
+    def has_lost(self, request_id: str) -> bool:
+        """Whether vLLM has a request in no queue: a streaming session that goes on with its next
+        prompt, and was preempted while the last token of its answer was in flight."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None or not request.resumable or request.status != RequestStatus.WAITING:
+            return False
+        return not any(request in getattr(self.scheduler, each, ()) for each in _QUEUES)
 
     def shutdown(self) -> None:
         """End both halves, in vLLM's order."""
