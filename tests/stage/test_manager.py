@@ -587,6 +587,33 @@ def test_a_call_may_name_the_sender_of_its_request() -> None:
     assert kv._resolve_sender_info({}) is None
 
 
+def test_requests_that_are_received_at_a_time_have_senders_of_their_own() -> None:
+    connector = DictConnector()
+    connector.update_sender_info = lambda host, port: None
+    kv = manager(connector, recv_timeout=0.02)
+    asks, answered = threading.Event(), threading.Event()
+
+    def receive_other() -> None:
+        kv.receive_kv_cache_for_request("other", sender_info={"host": "b", "zmq_port": 6})
+
+    def on_get() -> None:
+        if threading.current_thread() is other:
+            asks.set()
+            answered.wait(10.0)
+        elif not asks.is_set():
+            other.start()
+            assert asks.wait(10.0)
+
+    other = threading.Thread(target=receive_other)
+    connector.on_get = on_get
+    kv.receive_kv_cache_for_request("one", sender_info={"host": "a", "zmq_port": 5})
+    answered.set()
+    other.join(10.0)
+    hosts = [(key[-3:], metadata["source_host"]) for key, metadata in connector.gets]
+    assert hosts.count(("one", "a")) > 1
+    assert set(hosts) == {("one", "a"), ("her", "b")}
+
+
 def test_a_request_may_be_extracted_and_sent_by_hand() -> None:
     seq = sequence()
     connector = DictConnector()

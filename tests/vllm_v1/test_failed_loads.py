@@ -133,14 +133,14 @@ def test_a_load_that_fails_in_blocks_which_a_hand_off_has_lost_is_no_failure_of_
         "kv_both",
         policy="recompute",
         prefix_caching=False,
-        long_prefill=BLOCK,
-        usable_blocks=12,
+        max_tokens_a_step=3 * BLOCK,
+        long_prefill=2 * BLOCK,
     )
     handed_on = prompt(8 * BLOCK, seed=3)
     handed = both.submit(handed_on, params=HANDOFF)
     request = both.scheduler.requests[handed]
     both.instant_copies = True
-    both.run(lambda: request.num_computed_tokens >= 7 * BLOCK and not both.half.copying())
+    both.run(lambda: request.num_computed_tokens >= 6 * BLOCK and not both.half.copying())
     blocks_of = both.scheduler.kv_cache_manager.get_block_ids
     lost = set(blocks_of(handed)[0])
     preempt_now(both, handed)
