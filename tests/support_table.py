@@ -43,6 +43,27 @@ each other, and the error names what differs.
 
 (*) FlashInfer writes NVFP4 in two ways, by the GPU: `fa2` and `trtllm`; they refuse each other.
 Of these, `make test` checks the layouts, on CPUs, not the kernels that need a GPU.
+
+## Data parallel and expert parallel
+
+A data-parallel rank is an engine of its own for the connector: it has an id (`..._dp0`, `..._dp1`),
+an arena, and with `listen` the port of its number after the first. Any rank of one side hands off
+to any rank of the other, so the sides may differ in data-parallel size. Experts have no KV: the
+ranks of a wide expert-parallel deployment hand off like any others.
+
+| deployment | how the connector meets it | shown |
+| --- | --- | --- |
+| one server, a dense model | vLLM's ranks step independently; all arenas on a host share the \
+part of its memory that one engine would take | with real engines, two ranks a side, behind the \
+router, in one runtime folder and with `listen` |
+| one server, a mixture of experts | the ranks step together, so what a rank starts with its \
+step waits for the slowest rank; loads and copies do not | a rank that is held up, in process; \
+no expert-parallel kernels have run |
+| a server for each rank (`--data-parallel-rank`) | each is a deployment of its own: arenas take \
+their part one after the other, of what the others leave; set `arena_gib` where that is too \
+little for the last | not run |
+| several hosts | as one server each; `listen` and `peers` name the hosts | by ports of several \
+ranks on one host; not run on several |
 """
 
 

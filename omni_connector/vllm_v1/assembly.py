@@ -70,6 +70,7 @@ from omni_connector.vllm_v1.requests import token_hasher
 from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.scheduler_report import SchedulerReport
 from omni_connector.vllm_v1.specs import group_specs, state_refusal, transferred_groups
+from omni_connector.vllm_v1.startup import local_engines
 from omni_connector.vllm_v1.surroundings import Surroundings
 from omni_connector.vllm_v1.worker import OmniWorker
 
@@ -588,7 +589,7 @@ def _arena_sizing(
     assert transfer is not None
     ranks = parallel.tensor_parallel_size
     given = config.arena_bytes()
-    sharers = ranks * max(1, parallel.data_parallel_size_local)
+    sharers = ranks * local_engines(parallel)
     caches = 0
     if vllm_config.device_config.device_type == "cpu":  # in the same memory, page by page
         caches = sharers * sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)

@@ -9,6 +9,7 @@ follows that call. Within the call, pydantic would put its own words behind the 
 
 import functools
 import multiprocessing
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,11 +22,16 @@ from omni_connector.plugin import CONNECTOR_NAME
 from omni_connector.transports.choice import check_transports
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.config.kv_transfer import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
 _CHECKED: Final = "_checked_by_omni_connector"
+
+LOCAL_ENGINES: Final = "_OMNI_CONNECTOR_LOCAL_ENGINES"
+"""Environment variable that tells an engine core how many data-parallel engines its deployment has
+on this host. Each engine core of a dense model is told by vLLM that it is alone
+(`ParallelConfig.reconfigure_for_independent_dp_rank`)."""
 
 
 def check_engine_configs(engine_args: "type[EngineArgs]") -> None:
@@ -38,6 +44,8 @@ def check_engine_configs(engine_args: "type[EngineArgs]") -> None:
     def create_checked(self: "EngineArgs", *arguments: Any, **named: Any) -> "VllmConfig":
         vllm_config = create(self, *arguments, **named)
         check_engine_config(vllm_config)
+        # The engine cores that are started for this configuration inherit it.
+        os.environ[LOCAL_ENGINES] = str(vllm_config.parallel_config.data_parallel_size_local)
         return vllm_config
 
     setattr(create_checked, _CHECKED, True)
@@ -67,6 +75,16 @@ def check_engine_config(vllm_config: "VllmConfig") -> None:
     main = multiprocessing.parent_process() is None
     check_settings(config, binds=transfer.is_kv_producer and config.handoff and alone and main)
     require_supported_engine(vllm_config)
+
+
+def local_engines(parallel_config: "ParallelConfig") -> int:
+    """Data-parallel engines of a deployment on this host, the one with this configuration included.
+
+    It is 1 where they are started one by one, each by a server of its own.
+    """
+    told = os.environ.get(LOCAL_ENGINES, "")
+    counted = int(told) if told.isascii() and told.isdigit() else 1
+    return max(1, counted, parallel_config.data_parallel_size_local)
 
 
 def own_extra_config(transfer: "KVTransferConfig") -> Mapping[str, Any] | None:

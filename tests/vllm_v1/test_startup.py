@@ -3,7 +3,7 @@
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +29,18 @@ def make(model: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
     plugin.register()
 
-    def made(connector: str = plugin.CONNECTOR_NAME, role: Any = "kv_both", **extra: Any) -> Any:
+    def made(
+        connector: str = plugin.CONNECTOR_NAME,
+        role: Any = "kv_both",
+        engine: Mapping[str, Any] | None = None,
+        **extra: Any,
+    ) -> Any:
         transfer = KVTransferConfig(
             kv_connector=connector, kv_role=role, kv_connector_extra_config=extra
         )
-        arguments = EngineArgs(model=str(model), skip_tokenizer_init=True, enforce_eager=True)
+        arguments = EngineArgs(
+            model=str(model), skip_tokenizer_init=True, enforce_eager=True, **(engine or {})
+        )
         arguments.kv_transfer_config = transfer
         return arguments.create_engine_config()
 
@@ -53,6 +60,26 @@ def test_what_is_right_is_let_through(make: Make, runtime: Path) -> None:
     made = make(arena_gib=0.01, listen="127.0.0.1:0")
     assert made.kv_transfer_config is not None
     assert made.kv_transfer_config.kv_connector == plugin.CONNECTOR_NAME
+
+
+@pytest.mark.parametrize(("started", "told"), [(2, 2), (1, 1), (0, 1)])
+def test_an_engine_core_knows_how_many_of_its_deployment_are_on_the_host(
+    make: Make, monkeypatch: pytest.MonkeyPatch, started: int, told: int
+) -> None:
+    monkeypatch.setenv(startup.LOCAL_ENGINES, "7")  # of a deployment before
+    arguments = {"data_parallel_size": 2, "data_parallel_size_local": started}
+    parallel = make(engine=arguments).parallel_config
+    parallel.reconfigure_for_independent_dp_rank()  # as in the engine core of a dense model
+    assert startup.local_engines(parallel) == told
+
+
+@pytest.mark.parametrize("nonsense", ["", "-3", "two", "\u0662", "1e3"])
+def test_nonsense_in_the_environment_counts_as_one_engine(
+    make: Make, monkeypatch: pytest.MonkeyPatch, nonsense: str
+) -> None:
+    parallel = make().parallel_config
+    monkeypatch.setenv(startup.LOCAL_ENGINES, nonsense)
+    assert startup.local_engines(parallel) == 1
 
 
 def test_a_key_that_is_misspelt(make: Make) -> None:
