@@ -17,7 +17,8 @@ Fields = dict[str, Any]
 PARAMS: Final = "sp."
 
 BRANCH_FIELDS: Final = (f"{PARAMS}cfg_branch_roles", f"{PARAMS}cfg_active_branch")
-"""The branches in the order of their ranks, and this rank's; None for the prompt's."""
+"""Fields for the branches in the order of their ranks, and for this rank's branch, which is None
+where the rank computes the prompt."""
 
 _PRIMARY: Final = ("past_key_values", "kv_metadata")
 _BRANCH_MAPS: Final = ("cfg_branch_past_key_values", "cfg_branch_kv_metadata")
@@ -79,9 +80,10 @@ def rank_payloads(fields: Fields, size: int) -> list[Fields | None]:
         size: ranks of the group.
 
     Returns:
-        One for each rank: first what the prompt uses, then the same with one branch each. None
-        for a rank without a branch, which must do without KV. Without any branch two ranks get
-        the prompt's: the model makes the branch of the second from that.
+        One payload for each rank. The first has the fields of the prompt, each further one has
+        the fields of a branch, too. It is None for a rank without a branch, which must do without
+        KV. Without any branch the first two ranks get the prompt's payload, from which the model
+        makes the branch of the second.
     """
     roles = roles_of(fields)
     main = {name: value for name, value in fields.items() if not _is_branch_field(name, roles)}

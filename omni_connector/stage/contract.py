@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract that a sender may state in a payload's metadata: the payload is whole.
 
-vLLM-Omni's senders after 0.30 state it, and its receivers hold a payload that states it to it. A
-payload that states none is older, or has layers without key or value, as MLA has.
+vLLM-Omni's senders state it in versions after 0.30, and its receivers then check the payload by it.
+A payload without a contract is older, or has layers without key or value, as MLA has.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def validate(payload: object, request_id: str, *, required: bool = False) -> Non
     Args:
         payload: request_id, layer_blocks, block_ids, metadata.
         request_id: the request that it must be of.
-        required: refuse a payload without a contract, too: what it was made of stated one.
+        required: refuse a payload without a contract, too, as those that it was made of had one.
 
     Raises:
         ValueError: the message says what is missing, or does not fit.

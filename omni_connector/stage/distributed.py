@@ -303,7 +303,7 @@ def receive_together(
 
 
 def owners_of(req: Any) -> list[Any]:
-    """What has attributes of KV: a request, and its `sampling_params`."""
+    """The objects that KV is set on: a request, and its `sampling_params`."""
     params = getattr(req, "sampling_params", None)
     return [req] if params is None else [req, params]
 
@@ -371,7 +371,7 @@ def _decode(content: memoryview, device: torch.device | None = None) -> Any:
 
 
 def _tagged(value: object) -> Any:
-    """The value with a tag beside each container; `codec` alone makes tuples lists."""
+    """The value with a tag beside each container, because `codec` alone turns tuples into lists."""
     if isinstance(value, list | tuple):
         return ["tuple" if isinstance(value, tuple) else "list", [_tagged(each) for each in value]]
     if isinstance(value, Mapping):

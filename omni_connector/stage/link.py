@@ -61,7 +61,7 @@ _LAST_POLL_S: Final = 0.5
 _MAX_REMEMBERED: Final = 1 << 16
 
 LEAST_ASK_S: Final = 0.5
-"""What peers have to answer in any case, also where the deadline is near."""
+"""Seconds that peers have for an answer even if the deadline comes sooner."""
 
 
 @dataclass

@@ -393,9 +393,9 @@ class OmniKVTransferManager:
     def consume_and_distribute_kv_cache(
         self, req: Any, target_device: torch.device | None = None
     ) -> bool:
-        """As `receive_multi_kv_cache_distributed`, of what was prefetched.
+        """As `receive_multi_kv_cache_distributed`, with KV that was prefetched.
 
-        What was not prefetched, or did not come, is received now. Companions are not collected.
+        KV that was not prefetched, or did not come, is received now. Companions are not collected.
         """
 
         def receive() -> bool:
