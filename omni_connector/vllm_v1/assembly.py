@@ -191,8 +191,8 @@ class _Assembly:
         weights = surroundings.weights_id(config, vllm_config)
         drafter = surroundings.drafter_of(vllm_config)
         self._ours = compatibility(config, vllm_config, ranks, weights, drafter)
-        # What it compares with those that it shares with. Nobody shares with an engine of unknown
-        # weights, because its own are named by a number that nobody else has.
+        # The key that engines compare before they share. An engine of unknown weights names them by
+        # a number that no other engine has, so that nobody shares with it.
         self._shared_with = self._ours
         self._known = weights is not None or config.model_id is not None
         if not self._known:
@@ -222,7 +222,7 @@ class _Assembly:
         self._events = self._kv_events() if wanted and wanted.enable_kv_cache_events else None
 
     def scheduler(self, *, alone: bool) -> OmniScheduler:
-        """The half. Nothing is left open where it cannot be made."""
+        """Make the half. If that fails, nothing is left open."""
         tidy(self._folder)
         directory = self._directory
         offered = directory if self._config.handoff and self._transfer.is_kv_producer else None
@@ -382,12 +382,12 @@ class _Assembly:
         try:
             return f"tcp://{tcp_address(remote, self._peers, has_key=self._key is not None)}"
         except BadParamsError:
-            if near:  # an engine that has ended here says more than one that may not be asked
+            if near:  # that an engine of this host has ended is the better error
                 return f"ipc://{path}"
             raise
 
     def _shared_prefix(self) -> SharedPrefix | None:
-        """The scheduler half of sharing; None where nothing is configured, or can be used."""
+        """The scheduler half of sharing; None if sharing is off, or cannot work."""
         config, surroundings = self._config, self._surroundings
         if config.store is None and not config.share:
             return None

@@ -94,7 +94,7 @@ def has_amx_fp8() -> bool:
 
 
 def interleaves_values(impl: Any) -> bool:
-    """Whether a layer keeps pieces of the values of several tokens in turns.
+    """Whether a layer interleaves the values of several tokens.
 
     From 0.33 on ROCM_ATTN does, where vLLM fuses the writing of KV with what comes before it.
     """

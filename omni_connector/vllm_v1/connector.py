@@ -109,7 +109,7 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         return False
 
     def _surroundings(self) -> Surroundings:
-        # Data-parallel ranks wait for each other, for those with nothing to compute as well.
+        # Data-parallel ranks wait for each other, also for a rank that has nothing to compute.
         parallel = self._vllm_config.parallel_config
         return replace(SURROUNDINGS, lingers=parallel.data_parallel_size == 1)
 
@@ -267,12 +267,12 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
     def _listen(self) -> None:
         self._beside_others = has_kv_transfer_group() and get_kv_transfer_group() is not self
         alone = self._vllm_config.parallel_config.distributed_executor_backend == "uni"
-        # Else the scheduler half can call this half.
+        # Alone in one process, the scheduler half calls this half.
         self._worker.listen(introduces=self._beside_others or not alone)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        # The connector around this one, if there is one, tells all its children what the first of
-        # them says that says anything, and some refuse what is not theirs.
+        # MultiConnector gives the first metadata that a child returns to all its children, and some
+        # refuse metadata of another connector.
         return None if self._beside_others else self._worker.handshake
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

@@ -17,7 +17,7 @@ from omni_connector.prefix.block_changes import BlockChange, BlockChanges
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-# Before 0.32 keys have no tags that would have to be taken away.
+# From 0.32 on keys have tags, which events do not tell.
 _untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
 # vLLM's names of media, and where they are as seen from this engine.
@@ -28,7 +28,7 @@ _PLACES: Final[Sequence[dict[str, Any]]] = (
 
 
 class _Block(NamedTuple):
-    """What events say of a block; `of` is of its request."""
+    """What events say of a block. `of` has the fields that all blocks of its request share."""
 
     parent: BlockHash | None
     block_hash: BlockHash
@@ -117,7 +117,7 @@ class KVEvents:
 
 
 def _continues(before: BlockChange[_Block], after: BlockChange[_Block]) -> bool:
-    """Whether one event tells of both."""
+    """Whether one event can tell of both blocks."""
     if (before.in_store, before.group) != (after.in_store, after.group):
         return False
     first, next_ = before.content, after.content
@@ -132,7 +132,7 @@ def _extra_keys(request: "Request", size: int, indices: Sequence[int]) -> list[A
     image = 0
     for i in indices:
         if len(keys) == 1 and request.prompt_embeds is None:
-            # Mostly none but a prompt's first block has any, which are then a salt.
+            # Mostly only the first block of a prompt has extra keys: its salt.
             end = (indices[-1] + 1) * size
             if generate_block_hash_extra_keys(request, i * size, end, image)[0] is None:
                 return keys + [None] * (len(indices) - 1)

@@ -53,7 +53,8 @@ class LoadRoom:
         self._after_load: dict[str, int] = {}
         self._after_failure: dict[str, int] = {}
         self._next: str | None = None  # the request that waits; no later one overtakes it
-        self._admitted: tuple[str, int] = "", 0  # the last one that did not, and how much it loads
+        # The last load that was admitted: its request, and the token at which it ends.
+        self._admitted: tuple[str, int] = "", 0
 
     def admits(self, request: "Request", local: int, end: int) -> bool:
         """Whether the tokens of a request from `local` to `end` may be loaded now."""
@@ -66,7 +67,7 @@ class LoadRoom:
     def _has_room(self, request: "Request", local: int, end: int) -> bool:
         if self._next not in (None, request.request_id):
             return False
-        # Blocks that vLLM has of it may be free, too, until the request holds them.
+        # Blocks of the prompt in vLLM's own cache count as free until the request holds them.
         held = sum(-(-local // group.block_size) for group in self._groups)
         loaded = sum(len(group.needed(end, local)) for group in self._groups)
         free = self._pool.get_num_free_blocks() - held - loaded

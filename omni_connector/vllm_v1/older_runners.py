@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model runners that are older than those of vLLM 0.30, and that others maintain for vLLM 0.30 on.
+"""Model runners of the time before vLLM 0.30, which others still maintain for newer versions.
 
-An example is a runner with `KVConnectorModelRunnerMixin` as vLLM had it then. These load before the
-forward pass, call `wait_for_save` only after one, call `get_finished` instead of
-`get_transfer_results`, may allocate one tensor for all layers, and pass on neither loads that
-failed as a whole nor the workers' metadata. All that is there for them alone stands here.
+An example is a runner with the `KVConnectorModelRunnerMixin` of that time. Such a runner loads
+before the forward pass, calls `wait_for_save` only after one, and calls `get_finished` instead of
+`get_transfer_results`. It may allocate one tensor for all layers. It passes on neither loads that
+failed as a whole nor the workers' metadata. All that only such runners need is in this module.
 """
 
 from abc import ABC, abstractmethod

@@ -41,7 +41,7 @@ class JobOutcomes:
             if self._loads_left[spec.request_id] <= 0:
                 del self._loads_left[spec.request_id]
                 self._finished_loads.add(spec.request_id)
-        if not spec.timed_as:  # a save to the store fails at nothing
+        if not spec.timed_as:  # a save to the store never fails
             return
         if outcome.failure is None:
             outcome.count_into(self._stats, spec.timed_as, spec.counted_as)

@@ -151,11 +151,11 @@ class OmniScheduler:
         # Where a group keeps its last tokens only, a prefill must end where the decode begins.
         self._stops_early = not attends_to_all(kv_cache_config)
         self._tokens_ahead = tokens_ahead(vllm_config)
-        # Of a prompt, left to the decode engine: vLLM computes the last one there in any case, for
-        # its logits.
+        # Last tokens of a prompt that are left to the decode engine. vLLM computes the very last
+        # one there in any case, for its logits.
         self._tokens_left = max(1, self._tokens_ahead)
         self._void: tuple[list[int], list[int]] = [], []
-        # Of the steps that have not ended, whether they compute anything.
+        # Whether each of the steps that have not ended computes anything.
         self._computing: deque[bool] = deque(maxlen=8)
 
     def _follow_weights(self) -> None:
@@ -250,7 +250,7 @@ class OmniScheduler:
     def _offer(
         self, sender: HandoffSender, request: "Request", params: Mapping[str, Any], adapter: str
     ) -> None:
-        # By another connector beside this one, which then has it end with one token.
+        # A connector beside this one has truncated it, and lets it answer one token.
         truncated = params.get(TRUNCATED) is True and request.max_tokens == 1
         num_tokens = request.num_prompt_tokens - (0 if truncated else self._tokens_left)
         num_tokens = max(0, num_tokens)
@@ -274,7 +274,7 @@ class OmniScheduler:
         if refusal is None and request.resumable:
             refusal = "resumable"  # it goes on writing, and a state is overwritten in place
         elif refusal is None and truncated and self._tokens_ahead:
-            refusal = "truncated_elsewhere"  # the tokens that the drafter's KV depends on
+            refusal = "truncated_elsewhere"  # the drafter's KV depends on the missing token
         elif refusal is None and self._stops_early and not truncated:
             refusal = truncation_refusal(request, num_tokens)
             if refusal is None:
@@ -295,9 +295,9 @@ class OmniScheduler:
     ) -> tuple[int | None, bool]:
         """How many tokens beyond these can be loaded; see `KVConnectorBase_V1`."""
         if request.request_id in self._waiting:
-            return _ASK_AGAIN  # in each step, for each of them, so it is all that is looked at
+            return _ASK_AGAIN  # vLLM asks in each step for each of them: nothing else is looked at
         if self._uncache_incomplete():
-            return _ASK_AGAIN  # vLLM may have found one for this request just now
+            return _ASK_AGAIN  # vLLM may have found such a block for this request just now
         self._follow_weights()
         if self._adapters.waits(request):
             return _ASK_AGAIN
@@ -359,9 +359,12 @@ class OmniScheduler:
         return +sources
 
     def _uncache_incomplete(self) -> bool:
-        """Let vLLM find no block by its hash that was not loaded as a whole; whether it could find
-        one until now. It gives them their hashes when it turns to their request, and may look at
-        the next request without another word to us (`Scheduler._ec_transfer_pending`)."""
+        """Take the blocks that were not loaded as a whole out of vLLM's own prefix cache; returns
+        whether it had any.
+
+        vLLM enters them when it turns to their request. It may look up the next request at once,
+        without another call of ours (`Scheduler._ec_transfer_pending`).
+        """
         if self._receiver is None or not (incomplete := self._receiver.incomplete):
             return False
         blocks = self._manager.block_pool.blocks
@@ -376,7 +379,7 @@ class OmniScheduler:
     def build_meta(self, scheduler_output: "SchedulerOutput") -> OmniConnectorMetadata:
         """This step's work for the workers."""
         computes = scheduler_output.total_num_scheduled_tokens > 0
-        # Nor may what an earlier step has computed wait for this one.
+        # While an earlier step computes, its results must not wait for this step.
         meta = OmniConnectorMetadata(idle=not computes and True not in self._computing)
         self._computing.append(computes)
         if self._periodic_tasks.ended():

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.omni_connector.worker")
 
-# As it was before the engine pinned anything: this module is imported while it starts.
+# The cores before the engine pinned any thread: this module is imported while it starts.
 _PROCESS_CORES: Final = process_cores()
 
 
@@ -187,7 +187,7 @@ class OmniWorker:
         self._caches: _RegisteredCaches | None = None
         self._metadata: OmniConnectorMetadata | None = None
         self._loads_started = self._saves_started = True
-        # The forward pass under way that saves follow, and those that follow it.
+        # The forward pass under way, and the saves that follow it layer by layer.
         self._forward: Forward | None = None
         self._following: dict[int, TransferSpec] = {}
         self._under_way: dict[int, TransferSpec] = {}
