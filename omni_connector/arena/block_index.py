@@ -252,6 +252,7 @@ class BlockIndex(_Table):
         except (OSError, ValueError) as error:
             os.close(fd)
             raise TransportError(f"cannot make an index of {num_slots} slots: {error}") from error
+        native_probe()  # compiled now, for the first request that is looked up would wait for it
         return cls(fd, mapped, num_slots, epoch)
 
     @property

@@ -54,6 +54,12 @@ def test_machine_code_finds_what_numpy_finds(
         index.close()
 
 
+def test_it_is_compiled_with_the_first_index_and_not_with_the_first_look_up() -> None:
+    native_probe.cache_clear()
+    BlockIndex.create(24, b"epoch of an aren").close()
+    assert native_probe.cache_info().currsize == 1
+
+
 def test_arrays_that_do_not_agree_are_refused() -> None:
     pytest.importorskip("llvmlite")
     probe = native_probe()
