@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from omni_connector.testing.engines import MODEL_NAME, Client, Engine, completion
+from omni_connector.testing.engines import MODEL_NAME, PREFILL_PARAMS, Client, Engine, completion
 from omni_connector.testing.reference import LOGPROBS, ROUNDING, Answer
 
 from .families import BY_RECIPE, Family
@@ -284,6 +284,22 @@ def test_several_answers_to_one_prompt(features: Features) -> None:
         alike = next((place for place, (a, b) in enumerate(pairs) if a != b), len(one.tokens))
         assert alike > 0
         assert one.logprobs[:alike] == pytest.approx(other.logprobs[:alike], abs=ROUNDING)
+
+
+@pytest.mark.supports("beam search: the decode engine computes the prompt")
+def test_beam_search(features: Features) -> None:
+    """VLLM's server asks its engine anew for each token, without the request's parameters."""
+    prompt, received = random_prompt(64, 300), features.received()
+    fields = {"use_beam_search": True, "n": 3, "temperature": 0.0}
+    asked = features.pair.prefill_engine.complete(
+        prompt, max_tokens=1, cache_salt=new_salt(), kv_transfer_params=PREFILL_PARAMS, **fields
+    )
+    assert asked["kv_transfer_params"] is None, "so that a router hands nothing off"
+    features.pair.wait_until_idle(features.pair.prefill_engine)
+    answer = features.own(prompt, max_tokens=6, kv_transfer_params=None, **fields)
+    assert len(answer["choices"]) == 3
+    features.require_same(answer, features.own(prompt, max_tokens=6, **fields))
+    assert features.received() == received
 
 
 @pytest.mark.supports("log-probabilities")
