@@ -284,12 +284,31 @@ def _beside(plan: Plan, draw: random.Random) -> Plan:
         # Where a load fails within the step, vLLM leaves wrong blocks in its own prefix cache:
         # those that other requests have filled behind the failed ones, and those of a request that
         # is aborted in that step. So they come one by one and stay, or nothing is cached.
-        if any(each.shares for each in engines):
+        if any(each.shares for each in engines) and draw.random() < 0.5:
             engines = tuple(replace(each, seqs=1) for each in engines)
             plan = replace(plan, events=_numbered(_without_aborts(plan.events)))
         else:
-            engines = tuple(replace(each, caching=False) for each in engines)
+            engines = tuple(
+                replace(each, caching=False, shares=False, hosts=False) for each in engines
+            )
+            plan = _without(plan, "lie")
+            if groups_of(engines[0].family) == 1:
+                trouble |= {"other_fails": 0.5, "other_often": 100.0}
+                plan = replace(plan, events=_numbered(_leaving_twins(plan, draw)))
     return _unhinted(replace(plan, engines=engines, trouble=trouble))
+
+
+def _leaving_twins(plan: Plan, draw: random.Random) -> list[Event]:
+    """Of two prefills of one prompt, which share copies, the client of the first leaves at once."""
+    events = list(plan.events)
+    prefills = [each.name for each in plan.engines if each.role != "kv_consumer"]
+    decodes = [each.name for each in plan.engines if each.role != "kv_producer"]
+    for family in (0, 1, 2, 0, 1):
+        prompt = family, draw.choice((13, 20, 33))
+        how = hand_off(draw.choice(prefills), draw.choice(decodes), prompt)
+        how |= {"prefills": 2, "leaves": True, "tokens": 8}
+        events.insert(0, Event("hand_off", how, draw.choice((0, 100, 300)), 0))
+    return events
 
 
 def _without_aborts(events: Sequence[Event]) -> list[Event]:

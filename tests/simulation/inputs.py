@@ -7,6 +7,7 @@ inputs shows in its next token.
 
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -136,10 +137,30 @@ def varied(plan: Plan, draw: random.Random) -> Plan:
             events.append(Event("rewrite", number, draw.choice((10, 100)), 0))
     handed = next((each for each in events if each.what == "hand_off"), None)
     if handed is not None and draw.random() < 0.5:
-        events = [*_mismatch(handed, choice[1], choice[2], draw), *events]
+        sharing = [engine.name for engine in plan.engines if engine.hosts]
+        if choice[1].adapter and len(sharing) > 1 and draw.random() < 0.5:
+            events = [*_other_version(choice[1], sharing, draw), *events]
+        else:
+            events = [*_mismatch(handed, choice[1], choice[2], draw), *events]
     return replace(
         plan, events=tuple(replace(each, number=number) for number, each in enumerate(events))
     )
+
+
+def _other_version(inputs: Inputs, sharing: Sequence[str], draw: random.Random) -> list[Event]:
+    """Of two engines that share arenas each has loaded another version of an adapter."""
+    first, other = draw.sample(sharing, 2)
+    served = {
+        "prompt": (draw.randrange(3), draw.choice((20, 33))),
+        "tokens": 1,
+        "priority": 0,
+        "inputs": inputs,
+    }
+    return [
+        Event("serve", served | {"engine": first}, draw.choice((0, 100)), 0),
+        Event("rewrite", {"number": inputs.adapter}, draw.choice((100, 300)), 0),
+        Event("serve", served | {"engine": other}, draw.choice((0, 100)), 0),
+    ]
 
 
 def _mismatch(handed: Event, first: Inputs, other: Inputs, draw: random.Random) -> list[Event]:
