@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of the epochs of the weights."""
+
+from typing import Final
+
+from tests.simulation.mutants.faults import mutant
+
+WEIGHTS: Final = (
+    mutant(
+        "all weights have one digest",
+        "engines of other weights share, and an engine does not notice new ones",
+        (
+            "omni_connector.identity.epochs",
+            "            digest = _joined(each.content for each in digests)\n",
+            '            digest = "constant"\n',
+        ),
+    ),
+    mutant(
+        "the first rank answers for all",
+        "ranks that have other weights than the first are not noticed",
+        (
+            "omni_connector.identity.epochs",
+            "_joined(each.content for each in digests)",
+            "_joined(each.content for each in digests[:1])",
+        ),
+    ),
+    mutant(
+        "the weights are asked for at the reset",
+        "weights that come between the reset and the next request are not noticed",
+        (
+            "omni_connector.identity.epochs",
+            "        self._deadline = None\n        self._answers.clear()\n        return True\n",
+            "        self._answers.clear()\n        self.known = self.readable\n"
+            "        return True\n",
+        ),
+    ),
+    mutant(
+        "nobody waits for the weights",
+        "requests after a reset load KV before it is known whose it is",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "        if not self._weights.known and self._waits_for_weights(request):",
+            "        self._weights.ask()\n        if False:",
+        ),
+    ),
+    mutant(
+        "a failed reset is not minded",
+        "weights that come with a reset that fails are not noticed",
+        (
+            "omni_connector.identity.epochs",
+            "        self._attempted = True\n",
+            "        pass\n",
+        ),
+    ),
+    mutant(
+        "engines of all weights lease",
+        "a hand-off is given to an engine of other weights",
+        (
+            "omni_connector.identity.epochs",
+            "            return None if self.digest == other.digest else",
+            "            return None if True else",
+        ),
+    ),
+)
