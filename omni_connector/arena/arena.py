@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An arena: equal slots in one memfd, written by its owner and mapped read-only by peers.
+"""An arena: equal slots in one memfd. Its owner writes each slot and its checksum; peers map it
+read-only.
 
 The file is [superblock | one header of 64 bytes per slot | slots], each part starting on a page.
 It has no name, so nothing is left of it when processes are killed. It is sealed: its size cannot

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What copies blocks of a KV cache into slots and back, wherever the cache lies."""
+"""Copies blocks of a KV cache into slots and back, with checksums, wherever the cache lies."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence

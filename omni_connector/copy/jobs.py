@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy jobs of hand-offs: what workers are told, and how they save it; `loading` has the loads."""
+"""Copy jobs of hand-offs: what workers are told, and how they save blocks to slots.
+
+`loading` has the loads.
+"""
 
 import logging
 from collections.abc import Callable, Generator

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy jobs of an engine: saves and loads, of hand-offs and of the shared store alike.
+"""The copy jobs of an engine, and the KV blocks that they hold: vLLM may free a block when its job
+has ended.
 
-A job has one start and one end: done, failed or cancelled, once every rank has said so. From its
-start until no rank touches them any more each of its blocks has a reference of ours in vLLM's block
-pool, and nothing else keeps it: whatever happens to its request (preemption, abort, its end, a
-window that moves on), vLLM gives the block to nobody, so that nobody zeroes it or writes to it. A
-request that goes on writes to no token that it has computed; only a recurrent state is written in
-place, until its block is full. So a request whose state is handed off ends with the step that
-computes it, and the states of full blocks alone are shared.
+All saves and loads are jobs, of hand-offs, arenas and stores alike. A job has one start and one
+end: done, failed or cancelled, once every rank has said so. From its start until no rank touches
+its blocks any more, each block has a reference of ours in vLLM's block pool. Nothing else keeps it:
+whatever happens to its request (preemption, abort, its end, a window that moves on), vLLM gives the
+block to nobody, so that nobody zeroes it or writes to it. A request that goes on writes to no token
+that it has computed; only a recurrent state is written in place, until its block is full. So a
+request whose state is handed off ends with the step that computes it, and the states of full blocks
+alone are shared.
 """
 
 import enum

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filling this rank's KV blocks with the slots of a peer's ranks."""
+"""Loads: this rank's KV blocks are filled with the slots of a peer's ranks, within a deadline."""
 
 import logging
 import math
