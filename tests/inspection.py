@@ -344,6 +344,105 @@ def now(half: "OmniScheduler") -> float:
     return half._clock()
 
 
+def shared_parts(half: "OmniScheduler") -> Any:
+    """Return the shared prefix cache of an engine that has one."""
+    assert half._shared is not None
+    return half._shared
+
+
+def pool(half: "OmniScheduler") -> Any:
+    """Return the slots of an engine that shares them."""
+    return shared_parts(half)._host._pool
+
+
+def neighbours(half: "OmniScheduler") -> Any:
+    """Return what finds the other engines of the host."""
+    return shared_parts(half)._host._neighbours
+
+
+def indexed(half: "OmniScheduler") -> int:
+    """Return how many blocks the index of an engine lists."""
+    return int((shared_parts(half)._host._own.index._cell_of >= 0).sum())
+
+
+def explainer(half: "OmniScheduler") -> Any:
+    """Return what answers `omni-connector explain` for an engine."""
+    return shared_parts(half)._explainer
+
+
+def prefix_saves(half: "OmniScheduler") -> Any:
+    """Return what saves the blocks that an engine shares."""
+    return shared_parts(half).saves
+
+
+def forget_sent(half: "OmniScheduler") -> None:
+    """Have an engine forget what it has sent to the store, and what it will send."""
+    sent = prefix_saves(half)._sent
+    sent._seconds = 0.0
+    sent._until.clear()
+
+
+def used_again(half: "OmniScheduler") -> bool:
+    """Whether a cached slot of an engine counts as used again."""
+    return bool(pool(half)._order._again.any())
+
+
+def know_neighbours(half: "OmniScheduler", present: Any) -> None:
+    """Have an engine know these neighbours, until it looks for some."""
+    neighbours(half)._present = present
+
+
+def begin_epoch(half: "OmniScheduler") -> None:
+    """Count up the epoch of an engine's weights, and tell no other part of the engine."""
+    half._weights.begin()
+
+
+def receiver(half: "OmniScheduler") -> Any:
+    """Return what fetches hand-offs."""
+    return half._receiver
+
+
+def periodic_tasks(half: "OmniScheduler") -> Any:
+    """Return what an engine does beside its steps."""
+    return half._periodic_tasks
+
+
+def control_server(half: "OmniScheduler") -> Any:
+    """Return what answers the peers of an engine."""
+    return half._channel._server
+
+
+def kv_events(half: "OmniScheduler") -> Any:
+    """Return what makes KV events; None where vLLM publishes none."""
+    return half._events
+
+
+def waiting_for_adapters(half: "OmniScheduler") -> Any:
+    """Return the requests whose adapter is being read."""
+    return half._adapters._waiting
+
+
+def kv_blocks(half: "OmniScheduler") -> Any:
+    """Return vLLM's KV blocks, by id."""
+    return half._manager.block_pool.blocks
+
+
+def phases(half: "OmniScheduler") -> Any:
+    """Return the phases of requests that a trace follows."""
+    trace: Any = half._trace
+    return trace._phases
+
+
+def traces(half: "OmniScheduler", worker: "OmniWorker") -> list[Any]:
+    """Return the traces of both halves."""
+    return [half._trace, worker._context.trace]
+
+
+def stats(half: Any) -> Any:
+    """Return where a half counts."""
+    return half._stats
+
+
 def lease_answer(half: "OmniScheduler", request_id: str, timeout: float) -> object:
     """Wait for the peer's answer to a request's lease request. Raises what it failed with."""
     return fetches(half)[request_id].future.result(timeout)
@@ -467,6 +566,54 @@ def saves(half: "OmniWorker") -> "CopyThread":
 def loads(half: "OmniWorker") -> "CopyThread":
     """Return the thread that copies hand-offs to a rank's blocks."""
     return half._threads.loads
+
+
+def sharing_threads(half: "OmniWorker") -> int:
+    """Return how many threads share in a copy of a rank."""
+    return half._threads.helpers.threads
+
+
+def loader(half: "OmniWorker") -> Any:
+    """Return what loads the slots of peers."""
+    assert half._caches is not None
+    return half._caches.loader
+
+
+def peer_arenas(half: "OmniWorker") -> Any:
+    """Return the arenas of peers that a rank has attached."""
+    return loader(half)._arenas
+
+
+def attached(half: "OmniWorker", endpoints: Sequence[Any]) -> int:
+    """Return how many of these arenas a rank has attached."""
+    known = peer_arenas(half)._known
+    return sum(known[each].attached for each in endpoints if each in known)
+
+
+def copier(half: "OmniWorker") -> Any:
+    """Return what copies a rank's blocks."""
+    assert half._caches is not None
+    return half._caches.copier
+
+
+def end_answers(connector: "OmniKVConnector") -> None:
+    """Have a rank answer its scheduler half no more."""
+    end = connector._worker._end_answers
+    assert end is not None
+    end()
+
+
+def watch_void(
+    half: "OmniWorker", replace: Callable[[Any, str, Any], object], told: Callable[[Any], object]
+) -> None:
+    """Tell of each step whether slots are void with it."""
+    start = half._start_void
+
+    def watched(metadata: Any) -> None:
+        told(metadata.void[0])
+        start(metadata)
+
+    replace(half, "_start_void", watched)
 
 
 def transports(half: "OmniWorker") -> "Transports":

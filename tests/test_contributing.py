@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walks of CONTRIBUTING.md are ways through the code that is there."""
+"""CONTRIBUTING.md: its walks are ways through the code that is there, and tests keep its rules."""
 
 import pkgutil
 import re
@@ -36,3 +36,19 @@ def test_each_step_is_there(step: str) -> None:
 def test_folders_that_are_named_are_there() -> None:
     for folder in re.findall(r"`((?:tests|omni_connector)/[\w/.]+)`", TEXT):
         assert (ROOT / folder).exists(), folder
+
+
+def test_only_one_module_looks_into_the_halves_of_a_connector() -> None:
+    """Tests ask `tests.inspection` instead, so that a private name stands in one place."""
+    private = re.compile(
+        r"\b(?:half|_worker|_scheduler|halves\[\d+\])\._|inspection\.\w+\([\w.]*\)\._"
+    )
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in (ROOT / "tests").rglob("*.py")
+        if path not in (ROOT / "tests" / "inspection.py", Path(__file__))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if private.search(line)
+    ]
+    assert not found
+    assert private.search("engine.half._shared.saves")

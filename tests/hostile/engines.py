@@ -76,7 +76,7 @@ class _Engines:
     def watch(self, stack: ExitStack) -> None:
         """Note what the halves beside vLLM's schedulers count."""
         for engine in self.engines:
-            stats = engine.halves[0]._stats
+            stats = inspection.stats(engine.halves[0])
             count, fail = stats.count, stats.fail
 
             def counted(name: str, number: int = 1, *, inner: Any = count) -> None:

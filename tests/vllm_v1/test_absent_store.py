@@ -6,6 +6,7 @@ import time
 import pytest
 
 from omni_connector.prefix import saves, store_jobs
+from tests import inspection
 from tests.toy import BLOCK
 
 from .harness import assert_clean, prompt
@@ -85,7 +86,7 @@ def test_copies_hold_a_part_of_the_blocks_at_most(sharer, shelf, tokens):
     request_id = engine.submit(QUESTION, max_tokens=6)
     engine.run(lambda: engine.done(request_id))
     assert engine.answers[request_id].tokens == tokens(QUESTION, 6)
-    assert engine.half._shared.saves.num_held == 5
+    assert inspection.prefix_saves(engine.half).num_held == 5
     assert engine.count("blocks_dropped") == 1
     held.open()
     assert_clean(engine)

@@ -16,6 +16,7 @@ from omni_connector.identity.adapters import AdapterContents, AdapterLoad, versi
 from omni_connector.runtime.context import EngineContext
 from omni_connector.testing import FakeClock
 from omni_connector.vllm_v1 import adapter_loads
+from tests import inspection
 from tests.toy import BLOCK
 
 from .harness import HANDOFF, assert_clean, prompt, wait
@@ -92,7 +93,7 @@ def test_a_request_that_waits_for_its_adapter_can_be_aborted(engine, adapter, mo
     assert not prefill.done(request_id)
     prefill.abort(request_id)
     prefill.settle()
-    assert not prefill.half._adapters._waiting
+    assert not inspection.waiting_for_adapters(prefill.half)
     assert_clean(prefill)
 
 
@@ -345,8 +346,8 @@ def test_in_an_arena_only_equal_contents_meet(engine, adapter, tokens):
         engine("kv_both", extra={"share": True, "admission": "all"}) for _ in range(3)
     )
     for each in (first, second, third):
-        each.half._shared._host._neighbours.look()
-        wait(lambda each=each: len(each.half._shared._host._neighbours.present()) == 2)
+        inspection.neighbours(each.half).look()
+        wait(lambda each=each: len(inspection.neighbours(each.half).present()) == 2)
     lora = adapter(b"w" * 99)
     first.generate(TEXT, lora=lora)
     assert second.generate(TEXT, 6, lora=lora).tokens == tokens(TEXT, 6)

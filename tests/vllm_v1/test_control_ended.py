@@ -39,10 +39,10 @@ def test_handoffs_are_refused_at_once(engine, tokens, log):
 def test_leases_end_without_it(engine):
     prefill = engine("kv_producer", extra={"handoff_ttl_s": 1.0})
     end_control(prefill)
-    prefill.half._periodic_tasks.channel = None  # as one that ends only now
+    inspection.periodic_tasks(prefill.half).channel = None  # as one that ends only now
     prefill.generate(PROMPT, params=HANDOFF)
     assert prefill.usage[0] == 4
-    prefill.half._periodic_tasks.channel = inspection.channel(prefill.half)
+    inspection.periodic_tasks(prefill.half).channel = inspection.channel(prefill.half)
     end = time.monotonic() + DEADLINE
     while prefill.usage[0]:
         assert time.monotonic() < end

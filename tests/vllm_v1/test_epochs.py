@@ -163,8 +163,9 @@ def test_an_engine_that_other_ranks_hold_up_does_not_ask_for_ever(engine, tokens
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     held_up = 0.0
-    monkeypatch.setattr(decode.half._receiver, "_lingers", False)  # each answer finds it held up
-    for part in (decode.half._receiver, inspection.channel(decode.half)):
+    fetching = inspection.receiver(decode.half)
+    monkeypatch.setattr(fetching, "_lingers", False)  # each answer finds it held up
+    for part in (fetching, inspection.channel(decode.half)):
         monkeypatch.setattr(part, "_clock", lambda: time.monotonic() + held_up)
     request_id = decode.submit(PROMPT, max_tokens=2, params=answer)
     while not decode.done(request_id):
@@ -401,7 +402,7 @@ def test_a_reset_fails_where_a_rank_does_not_answer(engine, log):
     held = sharer.hold(saves=True)
     request_id = sharer.submit(PROMPT)
     sharer.run(lambda: sharer.done(request_id))
-    sharer.workers[1]._worker._end_answers()
+    inspection.end_answers(sharer.workers[1])
     assert not sharer.scheduler.reset_prefix_cache()
     assert ["not reset" in line for line in log] == [True]
     held.open()
@@ -415,10 +416,7 @@ def test_a_second_reset_before_a_step_forgets_no_reader_of_the_first(engine, mon
     (handoff,) = prefill.handoffs
     leased_slots = sorted(handoff.held.tolist())
     told = []
-    start = prefill.worker_half._start_void
-    monkeypatch.setattr(
-        prefill.worker_half, "_start_void", lambda meta: told.append(meta.void[0]) or start(meta)
-    )
+    inspection.watch_void(prefill.worker_half, monkeypatch.setattr, told.append)
     for weights in (b"new", b"newer"):
         prefill.runner.weights = weights
         assert prefill.scheduler.reset_prefix_cache()

@@ -16,6 +16,7 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.testing.ports import free_port
 from omni_connector.vllm_v1 import events as events_module
 from omni_connector.vllm_v1.events import KVEvents
+from tests import inspection
 from tests.toy import BLOCK
 
 from .harness import DEADLINE, assert_clean, hand_off, prompt, slots
@@ -282,15 +283,15 @@ def test_an_engine_with_an_arena_publishes_events_even_if_it_cannot_share(
     publisher = engine(role, extra=extra, events=EVENTS, prefix_caching=prefix_caching)
     router = routed(publisher)
     publish(publisher)
-    assert publisher.half._directory is not None
+    assert inspection.directory(publisher.half) is not None
     assert len(router.blocks["CPU"]) == (6 if sharing else 0)
 
 
 def test_without_events_nothing_is_noted(sharer):  # noqa: F811
     engine = sharer()
     publish(engine)
-    assert engine.half._events is None
-    assert engine.half._directory.pool.listing.changes is None
+    assert inspection.kv_events(engine.half) is None
+    assert inspection.directory(engine.half).pool.listing.changes is None
     assert engine.scheduler.connector.take_events() == ()
 
 
@@ -332,7 +333,7 @@ def test_vllm_counts_what_was_hit_by_its_source(sharer, shelf, tier):  # noqa: F
     publish(first, PREFIX[: 2 * BLOCK])
     publish(third)
     landed(third)
-    third.half._shared._host._pool.forget()
+    inspection.pool(third.half).forget()
     fourth = sharer(extra=MASTER)
     assert hits(fourth, QUESTION) == {
         tier.P2P: 2 * BLOCK,
@@ -341,7 +342,7 @@ def test_vllm_counts_what_was_hit_by_its_source(sharer, shelf, tier):  # noqa: F
     own = prompt(4 * BLOCK, seed=7)
     publish(first, own)
     assert first.scheduler.kv_cache_manager.reset_prefix_cache()
-    first.half._weights.begin()  # as if this had been an eviction
+    inspection.begin_epoch(first.half)  # as if this had been an eviction
     assert hits(first, own) == {tier.HOST: 3 * BLOCK}
 
 

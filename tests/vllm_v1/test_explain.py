@@ -9,6 +9,7 @@ from omni_connector.cli import explained as module
 from omni_connector.cli.explain import Asking, ask
 from omni_connector.cli.main import main
 from omni_connector.prefix.explain import AskPlaces, AskStored
+from tests import inspection
 from tests.toy import BLOCK
 
 from .harness import assert_clean, prompt, slots
@@ -27,7 +28,7 @@ COUNTERS = {
 
 def explanation(engine, tokens, salt=None):
     """What one engine has of a prompt."""
-    for sharing in [engine] if engine.half._shared._host else []:
+    for sharing in [engine] if inspection.shares(engine.half) else []:
         neighbours(sharing)
     answer = ask(Asking(None, list(tokens), salt), "default", engine.engine_id)
     assert not answer.remarks
@@ -100,7 +101,7 @@ def test_blocks_of_several_engines_and_the_store_run_by_run(sharer, shelf):  # n
     third = sharer(extra=MASTER)
     publish(third)
     landed(third)
-    third.half._shared._host._pool.forget()
+    inspection.pool(third.half).forget()
     fourth = sharer(extra=MASTER)
     found = agree(fourth, QUESTION)
     assert runs(found) == [
@@ -213,7 +214,7 @@ def test_long_prompts_are_asked_for_in_parts(sharer, monkeypatch):  # noqa: F811
 
 def test_hostile_questions_are_refused_and_the_next_is_answered(sharer):  # noqa: F811
     engine = sharer()
-    explainer = engine.half._shared._explainer
+    explainer = inspection.explainer(engine.half)
     for question in (AskPlaces(9, (b"x" * 32,)), AskStored(1, 0, ())):
         with pytest.raises(module.ProtocolError):
             explainer.answer(question)

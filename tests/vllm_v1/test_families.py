@@ -6,6 +6,7 @@ import random
 import pytest
 from vllm.v1.request import FinishReason
 
+from tests import inspection
 from tests.toy import BLOCK, CHUNK, FAMILIES, LAYERS, PAGE, STATE_BYTES, WINDOW
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, run
@@ -176,7 +177,7 @@ def test_blocks_of_a_failed_load_hold_nothing_of_it(engine, family, monkeypatch)
         for slot in slots:
             prefill.arena().slots[slot][3] ^= 1
     zeroed = []
-    copier = decode.worker_half._caches.copier
+    copier = inspection.copier(decode.worker_half)
     zero = copier.zero
 
     def zero_too(group, ids, *, fence):

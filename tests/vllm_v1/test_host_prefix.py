@@ -46,7 +46,7 @@ def sharer(engine):
 
 
 def neighbours(engine):
-    found = engine.half._shared._host._neighbours
+    found = inspection.neighbours(engine.half)
     found.look()
     return found
 
@@ -60,7 +60,7 @@ def publish(engine, tokens=PREFIX, **options):
 
 def kept(engine):
     """How many blocks the index of an engine lists."""
-    return int((engine.half._shared._host._own.index._cell_of >= 0).sum())
+    return inspection.indexed(engine.half)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
@@ -163,7 +163,7 @@ def test_of_a_prompt_that_is_still_answered_the_end_is_evicted_first(sharer):
     request_id = alone.submit(prompt(8 * BLOCK), max_tokens=200)
     alone.run(lambda: alone.usage[1] == 8)
     assert not alone.done(request_id)
-    pool = alone.half._shared._host._pool
+    pool = inspection.pool(alone.half)
     with pool.lock:
         pool._new(pool._num_free + 3)
     hashes = alone.scheduler.requests[request_id].block_hashes[:8]
@@ -182,7 +182,7 @@ def test_of_prompts_that_are_evicted_the_ends_go_first_in_however_many_steps(sha
     requests = [first.submit(each) for each in asked]
     first.run(lambda: first.done(*requests))
     assert_clean(first)
-    pool = first.half._shared._host._pool
+    pool = inspection.pool(first.half)
     with pool.lock:  # as many go as one of them has
         pool.let_go(pool._new(pool._num_free + pool.num_cached // prompts))
     second = sharer(usable_blocks=256, family=family)
@@ -199,7 +199,7 @@ def test_blocks_come_from_several_arenas_and_the_tail_from_the_store(sharer, she
     third = sharer(extra=MASTER)
     publish(third)
     landed(third)
-    third.half._shared._host._pool.forget()
+    inspection.pool(third.half).forget()
     fourth = sharer(extra=MASTER)
     assert fourth.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
     assert fourth.count("tokens_from_host") == 4 * BLOCK
@@ -276,7 +276,7 @@ def test_hits_of_neighbours_are_told(sharer):
     publish(first, prompt(4 * BLOCK, seed=1))
     publish(second, [*PREFIX[: 4 * BLOCK], 7])  # the older blocks are the last used ones now
     neighbours(second)
-    wait(lambda: first.half._shared._host._pool._order._again.any())
+    wait(lambda: inspection.used_again(first.half))
     publish(first, prompt(4 * BLOCK, seed=2))
     third = sharer()
     publish(third, [*PREFIX[: 4 * BLOCK], 8])
@@ -333,7 +333,7 @@ def test_an_engine_whose_arena_is_gone_costs_computing(sharer, tokens):
     publish(first)
     present = neighbours(second).present()
     first.shutdown()
-    second.half._shared._host._neighbours._present = present
+    inspection.know_neighbours(second.half, present)
     assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
     assert set(second.failures()) == {"peer_unreachable"}
     assert_clean(second)
@@ -424,9 +424,8 @@ def test_a_neighbour_counts_once_every_rank_has_attached_it(engine, monkeypatch,
 
 def ready(half, owner):
     """How many arenas of an engine a rank has attached."""
-    known = half._caches.loader._arenas._known
     endpoints = [each.get_handshake_metadata().endpoints[0] for each in owner.workers]
-    return sum(known[each].attached for each in endpoints if each in known)
+    return inspection.attached(half, endpoints)
 
 
 def test_an_engine_that_a_load_could_not_read_is_left_out_for_30_seconds(sharer, monkeypatch):
@@ -436,9 +435,9 @@ def test_an_engine_that_a_load_could_not_read_is_left_out_for_30_seconds(sharer,
     now = [found._clock()]
     monkeypatch.setattr(found, "_clock", lambda: now[0])
     began = now[0]
-    for half in (each._worker for each in second.workers):  # it is attached no more, for once
+    for half in map(inspection.worker_half, second.workers):  # it is attached no more, for once
         monkeypatch.setattr(
-            half._caches.loader._arenas, "take_attached", lambda _: (_ for _ in ()).throw(GONE)
+            inspection.peer_arenas(half), "take_attached", lambda _: (_ for _ in ()).throw(GONE)
         )
     second.generate(QUESTION)
     second.settle()
@@ -644,7 +643,7 @@ def ask(engine, params, tokens=LONG, **options):
 
 def under_way(engine):
     """How many blocks of an engine copies hold."""
-    return engine.half._shared.saves.num_held
+    return inspection.prefix_saves(engine.half).num_held
 
 
 def brought(sharer, tokens=LONG):
@@ -707,11 +706,12 @@ def test_what_waits_is_not_read_from_a_block_that_another_group_has_got(sharer):
     alone = sharer(family="window and full", extra=slots(200), usable_blocks=44)
     publish(alone, LONG, params=hints(cache="no"))
     held = ask(alone, hints(prefetch=True))
-    waiting = [each for each in alone.half._shared.saves.waiting if isinstance(each, Candidate)]
+    saves = inspection.prefix_saves(alone.half)
+    waiting = [each for each in saves.waiting if isinstance(each, Candidate)]
     assert waiting
     for each in waiting:  # as if vLLM had computed the prompt again, and dealt its blocks otherwise
         named = make_block_hash_with_group_id(BlockHash(each.cached_as), 1 - each.group)
-        alone.half._manager.block_pool.blocks[each.block_id]._block_hash = named
+        inspection.kv_blocks(alone.half)[each.block_id]._block_hash = named
     held.open()
     assert_clean(alone)
     assert alone.count("blocks_dropped") == len(waiting)
@@ -731,7 +731,7 @@ def test_what_waits_is_kept_though_its_request_is_aborted(small, sharer):
 def test_what_waits_is_void_with_its_weights(small):
     alone = small()
     held = ask(alone, hints(pin_s=600))
-    assert alone.half._shared.saves.waiting
+    assert inspection.prefix_saves(alone.half).waiting
     alone.half.reset_cache()
     held.open()
     assert_clean(alone)
@@ -768,7 +768,7 @@ def test_of_two_that_ask_for_blocks_that_wait_the_later_pin_counts(small):
     alone.run(lambda: alone.done(request_id))
     held.open()
     assert_clean(alone)
-    alone.directory.pool.end_pins(alone.half._clock() + 5)
+    alone.directory.pool.end_pins(inspection.now(alone.half) + 5)
     assert (pinned(alone), alone.count("pins_refused")) == (20, 0)
 
 
@@ -925,7 +925,7 @@ def test_of_a_prompt_that_still_runs_the_end_goes_first(sharer):
     request_id = first.submit(asked, max_tokens=5)
     first.run(lambda: kept(first) == 4)
     assert not first.done(request_id)
-    pool = first.half._shared._host._pool
+    pool = inspection.pool(first.half)
     with pool.lock:
         pool.let_go(pool._new(pool._num_free + 2))
     second = sharer()

@@ -196,7 +196,7 @@ def test_a_shutdown_in_the_middle_waits_for_nothing(by_layer):
 
 def test_a_layer_of_a_step_without_saves_touches_no_thread(engine, monkeypatch):
     decode = engine("kv_both")
-    thread = decode.worker_half._threads.saves
+    thread = inspection.saves(decode.worker_half)
     monkeypatch.setattr(thread, "notify", lambda: pytest.fail("notified"))
     monkeypatch.setattr(thread, "submit", lambda *args: pytest.fail("started"))
     decode.runner.layer_computed = lambda layer: announce(decode, layer)

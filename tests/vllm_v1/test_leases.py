@@ -224,7 +224,7 @@ def test_no_load_starts_close_to_the_end_of_its_lease(
     request_id = leased(prefill, decode, PROMPT)
     fetch = inspection.fetches(decode.half)[request_id]
     monkeypatch.setattr(receiver, "_FRESH_S", 1e9)  # nor is it asked for anew
-    monkeypatch.setattr(decode.half._receiver, "_clock", lambda: now)
+    monkeypatch.setattr(inspection.receiver(decode.half), "_clock", lambda: now)
     now = fetch.future.result().expires - margin + (0.01 if soon else -0.01)
     decode.step()
     monkeypatch.undo()

@@ -13,6 +13,7 @@ from omni_connector.plugin import CONNECTOR_NAME, register
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from omni_connector.vllm_v1.identity import hash_id
+from tests import inspection
 from tests.toy import BLOCK
 
 from .harness import (
@@ -66,7 +67,7 @@ def test_no_hash_names_blocks_that_depend_on_later_tokens(engine):
 def test_a_copy_is_shared_by_the_threads_that_the_user_has_set(engine, threads, sharing):
     """And by the engine's own, while it has nothing to compute."""
     each = engine("kv_both", extra={"copy_threads": threads})
-    assert each.worker_half._threads.helpers.threads == sharing
+    assert inspection.sharing_threads(each.worker_half) == sharing
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])
@@ -142,7 +143,7 @@ def test_a_load_that_never_comes_is_given_up_in_time(engine, tokens):
 def test_a_peer_that_does_not_answer_is_given_up_in_time(engine, tokens, monkeypatch):
     prefill, decode = engine("kv_producer"), engine("kv_consumer", extra={"load_timeout_s": 0.3})
     answer = prefill.generate(PROMPT, params=HANDOFF).params
-    monkeypatch.setattr(prefill.half._channel._server, "receive", lambda *_: None)
+    monkeypatch.setattr(inspection.control_server(prefill.half), "receive", lambda *_: None)
     assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
     assert decode.failures() == {"peer_unreachable": 1}
     assert not decode.leftovers()

@@ -4,6 +4,7 @@
 import pytest
 
 from omni_connector.prefix import misses
+from tests import inspection
 from tests.toy import BLOCK
 
 from .harness import prompt, slots
@@ -49,7 +50,7 @@ def test_what_had_to_make_room_was_evicted(sharer, missed):  # noqa: F811
     for seed in (1, 2, 3):
         publish(engine, prompt(4 * BLOCK, seed=seed))
     assert engine.scheduler.kv_cache_manager.reset_prefix_cache()
-    engine.half._weights.begin()  # as if this had been an eviction
+    inspection.begin_epoch(engine.half)  # as if this had been an eviction
     assert missed(engine, prompt(4 * BLOCK, seed=1)) == {"evicted": 3 * BLOCK}
     assert missed(engine, prompt(4 * BLOCK, seed=3)) == {}
 

@@ -106,7 +106,7 @@ def test_an_owner_that_has_gone_is_kept_while_a_load_reads_it(engine, tokens):
 def test_a_rank_without_an_endpoint_is_a_failed_load(engine, tokens, log):
     """No such thing is decoded; the thread does not end of it either."""
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    loader = decode.worker_half._caches.loader
+    loader = inspection.loader(decode.worker_half)
     for arenas in ((), ((),)):
         spec = LoadSpec(
             request_id="r",

@@ -117,8 +117,7 @@ def test_what_the_store_lost_is_sent_again_by_who_still_has_it(sharer, shelf, mo
     first = sharer()
     publish(first, shelf)
     shelf.evict()
-    monkeypatch.setattr(first.half._shared.saves._sent, "_seconds", 0.0)
-    first.half._shared.saves._sent._until.clear()
+    inspection.forget_sent(first.half)
     first.generate(QUESTION, 2)
     landed(first)
     assert blocks(shelf) == 6

@@ -7,6 +7,7 @@ import pytest
 
 from omni_connector.plugin import installed_vllm
 from omni_connector.prefix import saves
+from tests import inspection
 from tests.simulation import check
 from tests.toy import BLOCK
 
@@ -33,7 +34,7 @@ class Place:
         self._made.append(self._engine(role, extra=self._extra, **options))
         if "share" in self._extra:
             for each in self._made:
-                neighbours = each.half._shared._host._neighbours
+                neighbours = inspection.neighbours(each.half)
                 neighbours.look()
                 wait(lambda of=neighbours: len(of.present()) == len(self._made) - 1)
                 each._before = check.sizes(each)

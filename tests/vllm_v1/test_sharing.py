@@ -12,7 +12,7 @@ from vllm.v1.request import Request
 from omni_connector.errors import ConfigError
 from omni_connector.plugin import require_supported_vllm
 from omni_connector.vllm_v1 import assembly, specs
-from tests import toy
+from tests import inspection, toy
 from tests.toy import BLOCK
 
 from .harness import InProcessEngine, assert_clean, prompt
@@ -148,7 +148,7 @@ def test_without_prefix_caching_nothing_is_shared(sharer, shelf, tokens, log):
 def test_without_a_store_nothing_is_asked_of_one(engine, shelf, tokens):
     one = engine("kv_both")
     assert one.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
-    assert one.half._shared is None
+    assert not inspection.shares_prefixes(one.half)
     assert shelf.asked == []
 
 

@@ -11,6 +11,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from omni_connector.runtime.stats import COUNTERS, GAUGES, SECONDS
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from omni_connector.vllm_v1.metrics import OmniStats
+from tests import inspection
 from tests.toy import BLOCK, LAYERS, PAGE
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt
@@ -44,7 +45,7 @@ def reported(engine):
     prefill.generate(prompt(40 * BLOCK, seed=1), params=HANDOFF)
     decode.generate(prompt(40), params={"do_remote_prefill": True})
     assert_clean(prefill, decode)
-    prefill.half._periodic_tasks.count("handoffs_expired")
+    inspection.periodic_tasks(prefill.half).count("handoffs_expired")
     for each in (prefill, decode):
         each.count("")
     return prefill.stats, decode.stats

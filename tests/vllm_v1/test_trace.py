@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from omni_connector.runtime.trace import NO_TRACE, Span, spans
+from tests import inspection
 from tests.toy import BLOCK, LAYERS, PAGE
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt
@@ -100,7 +101,7 @@ def test_an_aborted_request_leaves_no_phase_open(traced):
     request_id = prefill.submit(PROMPT, params=HANDOFF)
     prefill.abort(request_id)
     prefill.settle()
-    assert prefill.half._trace._phases == {}
+    assert not inspection.phases(prefill.half)
 
 
 def test_a_folder_that_has_gone_breaks_no_handoff(traced, tokens, tmp_path):
@@ -113,4 +114,4 @@ def test_a_folder_that_has_gone_breaks_no_handoff(traced, tokens, tmp_path):
 
 def test_an_engine_that_traces_nothing_has_no_trace(engine):
     prefill = engine("kv_producer")
-    assert prefill.half._trace is prefill.worker_half._context.trace is NO_TRACE
+    assert inspection.traces(prefill.half, prefill.worker_half) == [NO_TRACE, NO_TRACE]
