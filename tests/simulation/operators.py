@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from omni_connector.net.orders import ROLES
 from tests.simulation.plan import Event, Plan
+from tests.simulation.scenes import hand_off
 
 _OFTEN: Final = 0.15
 
@@ -20,6 +21,7 @@ def operated(plan: Plan, draw: random.Random) -> Plan:
     if draw.random() >= _OFTEN:
         return plan
     names = [engine.name for engine in plan.engines if engine.role is not None]
+    both = [engine.name for engine in plan.engines if engine.role == "kv_both"]
     # A streaming session is silent as long as its client likes, and only its end ends it.
     sessions = any(each.what == "converse" or each.how.get("session") for each in plan.events)
     kinds = ["order_role"] if sessions else ["drain", "drain", "leave", "leave", "order_role"]
@@ -36,5 +38,10 @@ def operated(plan: Plan, draw: random.Random) -> Plan:
         place = draw.randrange(1, len(events) + 1)
         acts = draw.choice((0, 1, 3, 10, 30, 100, 300))
         events.insert(place, Event(kind, how, acts, 0))
+        if how.get("role") == "decode" and engine in both:
+            # An engine that does not obey hands this off.
+            prompt = draw.randrange(3), draw.choice((13, 20))
+            other = draw.choice(both)
+            events.append(Event("hand_off", hand_off(engine, other, prompt), 100, 0))
     numbered = (replace(each, number=number) for number, each in enumerate(events))
     return replace(plan, events=tuple(numbered))
