@@ -238,6 +238,7 @@ class Clients(Deployment):
 
     def _gone(self, sent: Sent) -> None:
         sent.aborted = True
+        self.refusals.left(sent.request_id)
         del self.sent[sent.request_id]
         sent.engine.abort(sent.request_id)
 

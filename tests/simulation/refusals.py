@@ -83,6 +83,11 @@ class Refusals:
         """A request that belongs to a hand-off is sent to an engine."""
         self._of[request_id] = handed, engine
 
+    def left(self, request_id: str) -> None:
+        """The client of a request has gone: its lease, if it has one or is about to, ends."""
+        if request_id in self._of:
+            self._of[request_id][0].used = True
+
     def heard(self, request_id: str, kind: str) -> None:
         """An engine has refused a hand-off, or with "" for a kind: has ended its lease.
 
