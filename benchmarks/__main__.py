@@ -26,6 +26,7 @@ BENCHMARKS = (
     "handoff",
     "host_prefix",
     "conversations",
+    "killed_engine",
     "timeline",
     "serving",
     "weight_files",

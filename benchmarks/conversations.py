@@ -150,17 +150,22 @@ def streamed(port: int, prompt: Sequence[int], tokens: int) -> Reply:
 
 
 def replay(
-    port: int, workload: Workload, expected: Sequence[Answer] | None
+    port: int,
+    workload: Workload,
+    expected: Sequence[Answer] | None,
+    said: dict[int, list[int]] | None = None,
 ) -> tuple[list[Reply], list[str]]:
     """Send all turns; a session's next one waits for the answer of the one before.
 
     Args:
         expected: the answers, with which the conversations go on; None takes those that come.
+        said: what each session has said before, which is added to; None begins all.
 
     Returns:
         The replies in the order of the turns, and what was wrong with them.
     """
-    said = {turn.session: list(workload.shared) for turn in workload.turns}
+    if said is None:
+        said = {turn.session: list(workload.shared) for turn in workload.turns}
     last: dict[int, Future[Reply]] = {}
     wrong: list[str] = []
 
