@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from omni_connector.stage.payload import KVCacheTransferData
     from omni_connector.vllm_v1.connector import OmniKVConnector
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ArenaFullError",

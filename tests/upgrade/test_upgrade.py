@@ -50,7 +50,7 @@ from omni_connector.transports import shm
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
-OTHER = "omni-connector 0.2.0"
+OTHER = "omni-connector 0.9.9"
 RELEASES = sorted(each.name for each in FIXTURES.iterdir())
 
 
@@ -290,7 +290,7 @@ def test_a_manifest_of_another_format_is_refused_with_both() -> None:
 
 def test_a_status_file_of_another_format_is_skipped_with_both() -> None:
     said = json.loads(wire.FILES["status"]())
-    said |= {"format": FORMAT + 1, "omni_connector": "0.2.0"}
+    said |= {"format": FORMAT + 1, "omni_connector": OTHER.split()[1]}
     with tempfile.TemporaryDirectory() as name:
         file = StatusFile(Path(name))
         file.write(json.dumps(said).encode())
