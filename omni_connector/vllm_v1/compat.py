@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.request import RequestStatus
@@ -215,11 +215,10 @@ def weights_said(manager: "KVCacheManager") -> WeightsSaid:
     called.
     """
     _note_calls_of_trainers()
-    return _said.get(manager, _NOTHING_SAID)
+    return _said.get(manager, WeightsSaid())
 
 
 _said: "weakref.WeakKeyDictionary[Any, WeightsSaid]" = weakref.WeakKeyDictionary()
-_NOTHING_SAID: Final = WeightsSaid()
 
 
 @functools.cache

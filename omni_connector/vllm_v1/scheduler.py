@@ -467,10 +467,9 @@ class OmniScheduler:
         if self._periodic_tasks.ended():
             self._waiting = ()  # nobody waits for room any more
         self._follow_weights()
-        if not self._weights.known:
-            if computes:
-                self._weights.ask(computes=True)
-            meta.weights_asked = self._weights.asked
+        if computes:
+            self._weights.ask(computes=True)
+        meta.weights_asked = self._weights.asked
         if self._void[0]:
             meta.void, self._void = self._void, ([], [])
         if self._sender is not None:
