@@ -60,10 +60,11 @@ _KINDS: Final[dict[type[Exception], str]] = {
 _LEASE_MARGIN_S: Final = 1.0
 _LEASE_MARGIN: Final = 0.25
 
-# A prefill engine that gets other weights voids its leases, and tells nobody. A decode engine asks
-# again for a lease that it asked for longer ago than this, so that its loads seldom find void
-# slots. Seconds in which it computes do not count: a single step may take longer, and the engine
-# would ask for ever.
+# A prefill engine that is reset voids its leases, and tells nobody while it is idle. Engines that
+# get new weights compute nothing until a second after the last reset (docs/guarantees.md). So this
+# engine has asked for a lease from before a reset longer ago than this, and has computed nothing
+# since: it asks again. Time in which it computes does not count: a single step may take longer, and
+# the engine would ask for ever.
 _FRESH_S: Final = 0.5
 
 # Answers that took longer than `_FRESH_S` after which a request gives up. Else it would ask a slow

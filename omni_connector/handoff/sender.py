@@ -220,36 +220,26 @@ class HandoffSender:
         if not chosen:  # another hand-off has, or had, all of them copied
             return {}
         spec = _spec(send, handoff, chosen, tables, self._directory.pool.header_keys)
-        known = self._weights_known()  # those that this step computes with
         job_id = self._ledger.start(
             spec.blocks,
-            lambda failure: self._job_ended(send, handoff, job_id, chosen, failure, known=known),
+            lambda failure: self._job_ended(send, handoff, job_id, chosen, failure),
         )
         send.jobs[job_id] = chosen
         self._copying[job_id] = send
         return {job_id: spec}
 
     def _job_ended(
-        self,
-        send: _Send,
-        handoff: Handoff,
-        job_id: int,
-        blocks: list[Block],
-        failure: str | None,
-        *,
-        known: bool,
+        self, send: _Send, handoff: Handoff, job_id: int, blocks: list[Block], failure: str | None
     ) -> None:
         send.jobs.pop(job_id, None)
         del self._copying[job_id]
         if job_id in self._spoiled:  # it may have ended before it could be stopped
             self._spoiled.discard(job_id)
             failure = failure or CANCELLED
-        if failure is None and (known or self._weights_known()):
-            self._directory.filled(handoff, blocks)
-            self._on_complete()
-            return
         if failure is None:
             self._unsettled.append((handoff, blocks))
+            if self._weights_known():
+                self.settle()
             return
         if handoff is not send.handoff:  # it is void, and its prompt is copied anew
             self._directory.unfilled(handoff, blocks)
@@ -259,11 +249,6 @@ class HandoffSender:
             self._directory.unfilled(handoff, blocks)
             self._abandon(send)
         self._on_complete()
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether hand-offs wait until the engine's weights are known."""
-        return bool(self._unsettled)
 
     def settle(self) -> None:
         """The engine's weights are known to be the same: what was copied meanwhile can be

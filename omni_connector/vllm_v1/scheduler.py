@@ -578,7 +578,6 @@ class OmniScheduler:
         return (
             bool(self._ledger)
             or self._weights.waits
-            or (self._weights.asked > 0 and self._sender is not None and self._sender.unsettled)
             or (self._shared is not None and bool(self._shared.saves.waiting))
         )
 

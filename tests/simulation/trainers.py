@@ -17,11 +17,8 @@ from tests import inspection
 from tests.simulation.clients import Clients
 from tests.simulation.engines.engine import SimulatedEngine
 from tests.simulation.plan import Event, Plan
-from tests.simulation.scenes import serve
 
 _OFTEN: Final = 0.12
-
-_ASKED_OFTEN: Final = 0.7
 
 KINDS: Final = ("element", "half", "ranks", "ignored")
 """What a trainer does: an update; an update that is finished only after the engine has gone on; the
@@ -55,16 +52,8 @@ def trained(plan: Plan, draw: random.Random) -> Plan:
             "back": draw.random() < 0.5,
         }
         how["called"] |= not how["resets"]  # else nobody could notice
-        place = draw.randrange(1, len(events) + 1)
-        happens = [Event("train", how, draw.choice((0, 10, 30, 100, 300)), 0)]
-        if draw.random() < _ASKED_OFTEN:  # it and then others are asked for the same
-            prompt = draw.randrange(3), draw.choice((20, 33, 37))
-            asked = [engine, *draw.sample(plan.engines, 2)]
-            happens += [
-                Event("serve", serve(each.name, prompt), draw.choice((10, 30, 100)), 0)
-                for each in asked
-            ]
-        events[place:place] = happens
+        acts = draw.choice((0, 10, 30, 100, 300))
+        events.insert(draw.randrange(1, len(events) + 1), Event("train", how, acts, 0))
     numbered = (replace(each, number=number) for number, each in enumerate(events))
     return replace(plan, events=tuple(numbered))
 

@@ -710,19 +710,3 @@ def test_engines_of_other_files_hand_off_once_they_have_the_same_weights(engine,
         each.generate(prompt(20, seed=1))
     hand_off(prefill, decode, PROMPT)
     assert decode.count("handoffs_received") == 1
-
-
-def test_what_was_being_copied_when_the_weights_became_unknown_is_leased_by_an_idle_engine(
-    engine, tokens
-):
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    held = prefill.hold(saves=True)
-    request_id = prefill.submit(PROMPT, params=HANDOFF)
-    prefill.run(lambda: prefill.done(request_id) and held.waiting.is_set())
-    called(prefill)
-    held.open()
-    prefill.settle()
-    answer = prefill.answers[request_id].params
-    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
-    assert decode.count("handoffs_received") == 1
-    assert_clean(prefill, decode)

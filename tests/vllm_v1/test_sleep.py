@@ -74,17 +74,10 @@ class Core(EngineCoreProc):
         """To clients that nobody waits for."""
 
 
-class KeepingCore(Core):
-    """Like that of a newer vLLM that is asked to sleep without clearing the connector's cache."""
-
-    def _reset_caches(self, *args: Any, **options: Any) -> None:
-        super()._reset_caches(*args, **{**options, "reset_connector": False})
-
-
-def sleep_and_wake(*engines: InProcessEngine, level: int = 1, core_class: Any = Core) -> None:
+def sleep_and_wake(*engines: InProcessEngine, level: int = 1) -> None:
     """As vLLM's dev endpoints `/sleep` and `/wake_up` do."""
     for engine in engines:
-        core = core_class(engine)
+        core = Core(engine)
         assert core.sleep(level) is None
         core.wake_up()
         assert not core.is_scheduler_paused()
@@ -137,22 +130,6 @@ def test_a_prefix_from_before_is_not_found_after(engine, tokens):
         assert_clean(sharer)
         sleep_and_wake(sharer)
     assert sharer.count("tokens_kept") == 0
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_where_vllm_keeps_the_cache_of_the_connector_a_prefix_is_found_after(engine, tokens, level):
-    sharer = engine("kv_both", extra={"share": True, "admission": "all"})
-    for _ in range(2):
-        assert sharer.generate(PROMPT, 6).tokens == tokens(PROMPT, 6)
-        assert_clean(sharer)
-        sleep_and_wake(sharer, level=level, core_class=KeepingCore)
-    assert sharer.count("tokens_kept") > 0
-    # Unless other weights came meanwhile.
-    found = sharer.count("tokens_kept")
-    sharer.runner.weights = b"new"
-    sleep_and_wake(sharer, level=level, core_class=KeepingCore)
-    assert sharer.generate(PROMPT, 6).tokens == engine(weights=b"new").generate(PROMPT, 6).tokens
-    assert sharer.count("tokens_kept") == found
 
 
 def test_it_does_not_fall_asleep_while_blocks_are_copied(engine, tokens):

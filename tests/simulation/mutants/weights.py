@@ -61,40 +61,4 @@ WEIGHTS: Final = (
             "            return None if True else",
         ),
     ),
-    mutant(
-        "calls to the workers are not minded",
-        "weights that come by a call, and without a reset, are not noticed",
-        (
-            "omni_connector.identity.epochs",
-            " and not self._attempted and said == self._noticed:",
-            " and not self._attempted and said.named == self._noticed.named:",
-        ),
-    ),
-    mutant(
-        "a cache of two weights is shared",
-        "after new weights and a failed reset the engine shares what it computes upon old KV",
-        (
-            "omni_connector.identity.epochs",
-            "        mixed = (changed or first) and not self._was_reset\n",
-            "        mixed = False\n",
-        ),
-    ),
-    mutant(
-        "what is computed meanwhile is kept",
-        "blocks that are computed before the weights are known are kept under the former name",
-        (
-            "omni_connector.vllm_v1.scheduler",
-            "            if self._weights.known:  # else",
-            "            if True:  # else",
-        ),
-    ),
-    mutant(
-        "former weights count as changed",
-        "after an update and the first weights again nothing of the first epoch is found",
-        (
-            "omni_connector.identity.epochs",
-            "            digest = _joined(each.content for each in digests)\n",
-            "            digest = _joined([str(self._number), *(d.content for d in digests)])\n",
-        ),
-    ),
 )
