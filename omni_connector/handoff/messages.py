@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Meta
 
 from omni_connector.errors import ProtocolError
-from omni_connector.identity.epochs import WeightsName
 from omni_connector.kv.compatibility import MAX_GROUPS, MAX_RANKS, CompatibilityKey, Count, Text
 from omni_connector.net.packets import PACKAGE
 from omni_connector.net.zeromq import MAX_MESSAGE_BYTES
@@ -100,11 +99,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     theirs: Text
 
 
-class LeaseRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class LeaseRequest(msgspec.Struct, frozen=True, tag=True):
     """Asks for the slots of one hand-off; the answer repeats the `sequence`.
 
-    `num_tokens` and `digest` are of the asker's prompt: see `Prompt.digest`. `weights` are the
-    asker's; those that it was started with where it does not say.
+    `num_tokens` and `digest` are of the asker's prompt: see `Prompt.digest`.
     """
 
     sequence: Sequence
@@ -112,10 +110,9 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     num_tokens: Positive
     digest: Digest
     digest_kind: DigestKind
-    weights: WeightsName = WeightsName()
 
 
-class LeaseGranted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class LeaseGranted(msgspec.Struct, frozen=True, tag=True):
     """The slots are leased to the asker.
 
     Attributes:
@@ -124,8 +121,6 @@ class LeaseGranted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
             later token reads those before.
         groups: for each cache group (slot, generation) of each block from there.
         lease_s: seconds from now until the slots may be reused.
-        weights: that the KV was computed with; those that the engine was started with where it
-            does not say.
     """
 
     sequence: Sequence
@@ -136,7 +131,6 @@ class LeaseGranted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
         Meta(min_length=1, max_length=MAX_GROUPS),
     ]
     lease_s: Seconds
-    weights: WeightsName = WeightsName()
 
     def __post_init__(self) -> None:
         if len(self.first_blocks) != len(self.groups):

@@ -28,8 +28,6 @@ from omni_connector.handoff.params import (
     wants_remote_kv,
 )
 from omni_connector.handoff.prompt import Prompt
-from omni_connector.handoff.server import OTHER_WEIGHTS
-from omni_connector.identity.epochs import WeightsName
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape, same_bytes
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
@@ -39,15 +37,7 @@ from omni_connector.runtime.stats import LEASE_EXPIRED
 logger = logging.getLogger("vllm.omni_connector.receiver")
 
 _DENIALS: Final = frozenset(
-    {
-        "unknown_token",
-        "other_prompt",
-        "other_epoch",
-        OTHER_WEIGHTS,
-        "not_ready",
-        "not_introduced",
-        "overloaded",
-    }
+    {"unknown_token", "other_prompt", "other_epoch", "not_ready", "not_introduced", "overloaded"}
 )
 
 _KINDS: Final[dict[type[Exception], str]] = {
@@ -107,7 +97,6 @@ class HandoffReceiver:
         compatibility: this engine's compatibility key.
         group_ids: index of each transferred group among vLLM's groups.
         hash_id: how this engine hashes blocks.
-        weights: returns the name of this engine's weights.
         load_timeout: seconds for an answer, and again for the bytes.
         lingers: whether a step waits a moment for answers if the engine has nothing to compute.
         context: clock and statistics.
@@ -127,7 +116,6 @@ class HandoffReceiver:
         compatibility: CompatibilityKey,
         group_ids: tuple[int, ...],
         hash_id: str,
-        weights: Callable[[], WeightsName] = WeightsName,
         load_timeout: float,
         lingers: bool,
         context: EngineContext,
@@ -139,7 +127,6 @@ class HandoffReceiver:
         self._compatibility = compatibility
         self._group_ids = group_ids
         self._hash_id = hash_id
-        self._weights = weights
         self._timeout = load_timeout
         self._lingers = lingers
         self._lingers_until: float | None = None  # in this step
@@ -165,9 +152,7 @@ class HandoffReceiver:
         load.answer_by = deadline + 1.0  # by then the channel has answered, if it still runs
         load.idle_before = self._idle_time()
         remote = load.remote
-        pending = PendingLease(
-            remote.token, load.prompt, remote.epoch, self._hash_id, deadline, self._weights()
-        )
+        pending = PendingLease(remote.token, load.prompt, remote.epoch, self._hash_id, deadline)
         self._channel.request_lease(load.address, pending)
         load.future = pending.future
 
@@ -248,10 +233,7 @@ class HandoffReceiver:
             lease = future.result()
             problem = self._check(lease, load.prompt)
             load.lease = lease
-            differs = lease.granted.weights.difference(self._weights())
-            if differs is not None:  # of a peer that does not compare them itself
-                self._give_up(load, OTHER_WEIGHTS, differs)
-            elif problem is not None:
+            if problem is not None:
                 self._give_up(load, "malformed_answer", problem)
             elif load.former is not None:
                 self._channel.release(load.former)
@@ -406,20 +388,6 @@ class HandoffReceiver:
             self._stats.fail(failure)
         self._failed.append(load.request)
 
-    def refuse(self, request_id: str, reason: str, text: str) -> None:
-        """Load nothing for a request after all."""
-        load = self._waiting(request_id)
-        if load is not None:
-            load.ended = True
-            self._give_up(load, reason, text)
-
-    def suspend(self) -> None:
-        """The engine's weights may have changed: what is being loaded now is not used, as it would
-        come before that is known."""
-        for load in self._loads.values():
-            if load.job_id is not None:
-                load.void = True
-
     def void(self) -> None:
         """The engine's weights have changed: void all lease requests, leases and loads.
 
@@ -431,7 +399,7 @@ class HandoffReceiver:
             load.void = True
             if load.job_id is None:  # else its job ends first, and what it loads is not used
                 load.ended = True
-                self._give_up(load, "weights_changed", "the engine has other weights now")
+                self._give_up(load, "weights_changed", "the prefix cache was reset meanwhile")
 
     def take_void(self) -> list[Any]:
         """vLLM's requests whose loads have ended since the last call, but are void."""

@@ -70,8 +70,6 @@ class HandoffSender:
         engine_id, epoch, address: for the answer to the router.
         arena_wait: seconds that a request may wait for room.
         context: clock and statistics.
-        weights_known: whether the engine's weights are those of the directory's slots, for all that
-            is known. Until they are, nothing that is copied can be leased.
         on_complete: called when a hand-off may have become ready, or void.
 
     Attributes:
@@ -91,10 +89,7 @@ class HandoffSender:
         arena_wait: float,
         context: EngineContext,
         on_complete: Callable[[], None],
-        weights_known: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._weights_known = weights_known
-        self._unsettled: list[tuple[Handoff, list[Block]]] = []  # copied while they were not known
         self._directory = directory
         self._pool = directory.pool
         self._ledger = ledger
@@ -237,25 +232,14 @@ class HandoffSender:
             self._spoiled.discard(job_id)
             failure = failure or CANCELLED
         if failure is None:
-            self._unsettled.append((handoff, blocks))
-            if self._weights_known():
-                self.settle()
-            return
-        if handoff is not send.handoff:  # it is void, and its prompt is copied anew
+            self._directory.filled(handoff, blocks)
+        elif handoff is not send.handoff:  # it is void, and its prompt is copied anew
             self._directory.unfilled(handoff, blocks)
         else:
             if failure != CANCELLED:
                 self._refuse(send, failure, f"copying its blocks failed: {failure}")
             self._directory.unfilled(handoff, blocks)
             self._abandon(send)
-        self._on_complete()
-
-    def settle(self) -> None:
-        """The engine's weights are known to be the same: what was copied meanwhile can be
-        leased."""
-        for handoff, blocks in self._unsettled:
-            self._directory.filled(handoff, blocks)
-        self._unsettled.clear()
         self._on_complete()
 
     def void(self) -> tuple[list[int], list[int]]:
@@ -266,9 +250,6 @@ class HandoffSender:
             What `SlotDirectory.void` does.
         """
         voided = self._directory.void()
-        for handoff, blocks in self._unsettled:
-            self._directory.unfilled(handoff, blocks)
-        self._unsettled.clear()
         for request_id, send in list(self._admitted.items()):
             self._ledger.revoke(send.jobs)
             if send.request.num_computed_tokens:
@@ -281,16 +262,6 @@ class HandoffSender:
         self._tried = None
         self._on_complete()
         return voided
-
-    def refuse(self, request_id: str, reason: str, text: str) -> None:
-        """Do not hand a request off after all."""
-        send = self._sends.get(request_id)
-        if send is None or send.refusal is not None:
-            return
-        self._refuse(send, reason, text)
-        if self.waiting.pop(request_id, None) is not None:
-            self._tried = None
-        self._abandon(send)
 
     def loads_failed(self, block_ids: set[int]) -> None:
         """A connector beside this one has failed to load these KV blocks, and vLLM computes them

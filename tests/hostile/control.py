@@ -238,8 +238,7 @@ class Asked:
         deadline = self.clock() + 10
         futures: list[Future[Lease]] = [Future(), Future()]
         for future in futures:
-            pending = PendingLease(b"t" * 16, PROMPT, EPOCH, "", deadline, future=future)
-            session.request_lease(pending)
+            session.request_lease(PendingLease(b"t" * 16, PROMPT, EPOCH, "", deadline, future))
         sent = []
         for frame in frames:
             sent += session.receive(frame)

@@ -92,13 +92,12 @@ class Promises:
         self._beginnings: tuple[bytes, ...] = ()
         self._filled: Counter[tuple[str, int]] = Counter()  # blocks that were looked at
         self._went_on: set[str] = set()  # requests that a reset has come in between
-        self._asked: set[int] = set()  # tags of blocks to be pinned, of these weights
+        self._asked: set[int] = set()  # tags of all blocks that were to be pinned since the reset
         self._pinned: set[int] = set()  # tags of those that are
         self._privileged: set[int] = set()  # slots that had a privilege after the step before
         self._pins: dict[bytes, _Pin] = {}  # by what is in the header of the slot
         self._handed: dict[int, int] = {}  # slots that hand-offs took, and in which generation
         self._seen: Mapping[int, bytes] = {}
-        self._resets: object = None
         # Blocks that wait until earlier copies have ended: whose they are, and of which group.
         self._late: list[tuple[str, Wish, int, list[bytes]]] = []
 
@@ -140,16 +139,12 @@ class Promises:
             self._privileged = set(inspection.privileged(half))
 
     def _notice_reset(self, half: Any) -> None:
-        if not inspection.weights_known(half):
-            # Nothing is kept meanwhile, and of requests that could not wait nothing at all.
-            self._went_on |= set(self._engine.latest)
-        beginnings, resets = inspection.key_beginnings(half), inspection.resets(half)
-        if beginnings != self._beginnings or resets != self._resets:
-            if beginnings != self._beginnings:
-                self._asked.clear()  # else what is pinned may be still
-            self._beginnings, self._resets = beginnings, resets
+        beginnings = inspection.key_beginnings(half)
+        if beginnings != self._beginnings:
+            self._beginnings = beginnings
             self._went_on |= self._engine.scheduler.requests.keys()
             self._filled.clear()  # they may be filled anew, for other weights
+            self._asked.clear()
             self._late.clear()
             self._pins.clear()
             self._pinned.clear()
