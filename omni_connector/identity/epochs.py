@@ -173,7 +173,8 @@ class WeightsEpoch:
         # Whether all in vLLM's own cache was computed with the weights that are asked for.
         self._was_reset = True
         self._computed = False  # since they were last noticed, or known
-        self._called = False  # before the weights were known for the first time
+        # Whether they may have become others before they were known for the first time.
+        self._suspected = False
         self._noticed_times = 0
         self._question = 0
         self._deadline: float | None = None
@@ -207,7 +208,7 @@ class WeightsEpoch:
             self._was_reset, self.stained = True, False
         elif self._computed:  # with weights that nobody has asked for
             self._was_reset = False
-        self._called |= said.calls != self._noticed.calls
+        self._suspected = True
         self._attempted = self._computed = False
         self._noticed = said
         self._noticed_times += 1
@@ -279,14 +280,14 @@ class WeightsEpoch:
             self._next_name = WeightsName(changed=True)
             self.stained = True
         else:
-            others = self._called if first else not self.readable or (digest, form) != self._first
+            others = self._suspected if first else not self.readable or (digest, form) != self._first
             self._next_name = WeightsName(
                 digest,
                 form,
                 _joined([said.name]) if said.named >= self._named_from else "",
                 others,
             )
-        if first and self._called:
+        if first and self._suspected:
             self._first = "", ""  # not what the files hold
         self._computed = False
         self._was_reset = False

@@ -523,6 +523,8 @@ class OmniScheduler:
     def _recompute_loaded(self, receiver: HandoffReceiver, output: "KVConnectorOutput") -> None:
         for request in receiver.take_void():
             # The KV has come, but of other weights than those it would be read with.
+            if self._shared is not None:
+                self._shared.load_nothing(request.request_id)
             recompute(request, self._manager)
         for request in receiver.take_late():
             # The workers do not tell vLLM of these, so that its policy ends no request for them.
