@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from omni_connector.arena.arena import SEALS, memfd, require_sealed
 from omni_connector.arena.format import EPOCH_BYTES, PAGE_BYTES, format_versions
-from omni_connector.arena.native_probe import native_probe
+from omni_connector.arena.native_probe import native_change, native_probe
 from omni_connector.arena.prefault import overcommit_is_strict
 from omni_connector.arena.slot_index import Ints
 from omni_connector.errors import IncompatiblePeerError, ProtocolError, TransportError
@@ -222,6 +222,8 @@ class BlockIndex(_Table):
         self._fd = fd
         self._fingerprint_bytes = self._fingerprints.view(np.uint8)
         self._cell_of = np.full(num_slots, -1, np.int32)
+        self._own_words = self._words + struct.pack("=Q", self._cell_of.ctypes.data)
+        self._change = native_change()
 
     @classmethod
     def create(cls, num_slots: int, epoch: bytes) -> Self:
@@ -273,6 +275,10 @@ class BlockIndex(_Table):
             IndexError: there is no such slot.
             TransportError: the index is closed.
         """
+        if self._change is not None:
+            self._require_open()
+            self._require_slots(slots, self._change(self._own_words, slots, tags, generations))
+            return
         self.remove(slots)
         buckets = self._buckets(tags)
         order = np.argsort(buckets, kind="stable")
@@ -298,8 +304,11 @@ class BlockIndex(_Table):
             TransportError: the index is closed.
         """
         self._require_open()
-        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_slots:
-            raise IndexError(f"slots from {slots.min()} to {slots.max()}, of {self.num_slots}")
+        if self._change is not None:
+            self._require_slots(slots, self._change(self._own_words, slots, None, None))
+            return
+        there = not len(slots) or 0 <= int(slots.min()) <= int(slots.max()) < self.num_slots
+        self._require_slots(slots, there)
         cells = self._cell_of[slots]
         indexed = cells >= 0
         slots = slots[indexed]
@@ -307,6 +316,10 @@ class BlockIndex(_Table):
         self._generations[slots] = -1
         self._fingerprint_bytes[cells[indexed]] = 0
         self._cell_of[slots] = -1
+
+    def _require_slots(self, slots: Ints, there: bool) -> None:
+        if not there:
+            raise IndexError(f"slots from {slots.min()} to {slots.max()}, of {self.num_slots}")
 
     def clear(self) -> None:
         """Remove all slots. This looks at every slot of the arena.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine code of the look-up finds what numpy finds, and refuses other arrays."""
+"""The machine code finds and lists what numpy finds and lists, and refuses other arrays."""
 
 import importlib
 from types import ModuleType
@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_connector.arena import block_index
+from omni_connector.arena import native_probe as module
 from omni_connector.arena.block_index import BlockIndex
-from omni_connector.arena.native_probe import native_probe
+from omni_connector.arena.format import PAGE_BYTES
+from omni_connector.arena.native_probe import native_change, native_probe
+from tests import inspection
 
 TAGS = np.random.default_rng(0).integers(1, 1 << 64, 12, np.uint64)
 ALIKE = TAGS[0] ^ np.arange(12, dtype=np.uint64) * np.uint64(1 << 40)
@@ -60,8 +63,55 @@ def test_it_is_compiled_with_the_first_index_and_not_with_the_first_look_up() ->
     assert native_probe.cache_info().currsize == 1
 
 
+blocks = st.dictionaries(st.integers(0, 23), st.integers(0, 11))
+changes = st.one_of(blocks, st.lists(st.integers(0, 23)))
+
+
+@pytest.mark.parametrize("tags", [TAGS, ALIKE], ids=["any", "alike"])
+@given(told=st.lists(changes, max_size=6))
+def test_machine_code_lists_what_numpy_lists(
+    tags: block_index.Tags, told: list[dict[int, int] | list[int]]
+) -> None:
+    """Word for word, full buckets and slots that are listed already among them."""
+    pytest.importorskip("llvmlite")
+    native = BlockIndex.create(24, b"epoch of an aren")
+    with patch.object(block_index, "native_change", lambda: None):
+        other = BlockIndex.create(24, b"epoch of an aren")
+    for number, change in enumerate(told):
+        slots = np.array(list(change), np.int64)
+        for index in (native, other):
+            if isinstance(change, dict):
+                wanted = tags[list(change.values())]
+                index.add(wanted, slots, np.full(len(slots), number))
+            else:
+                index.remove(slots)
+        # What a cell has had is left there, as only its fingerprint says whether it has anything.
+        for name in ("_fingerprints", "_checks", "_generations", "_cell_of"):
+            assert np.array_equal(getattr(native, name), getattr(other, name))
+        assert np.array_equal(native.find(tags), other.find(tags))
+    native.close()
+    other.close()
+
+
+def test_of_slots_that_do_not_exist_nothing_is_changed() -> None:
+    pytest.importorskip("llvmlite")
+    with BlockIndex.create(24, b"epoch of an aren") as index:
+        index.add(TAGS[:1], np.array([0]), np.array([1]))
+        before = bytes(inspection.mapped(index)[PAGE_BYTES:])
+        for slot in (-1, 24, 1 << 62):
+            with pytest.raises(IndexError, match="of 24"):
+                index.add(TAGS[:2], np.array([0, slot]), np.array([2, 2]))
+            with pytest.raises(IndexError, match="of 24"):
+                index.remove(np.array([0, slot]))
+        assert bytes(inspection.mapped(index)[PAGE_BYTES:]) == before
+
+
 def test_arrays_that_do_not_agree_are_refused() -> None:
     pytest.importorskip("llvmlite")
+    change = native_change()
+    assert change is not None
+    with pytest.raises(ValueError, match="for 2"):
+        change(b"", np.array([0, 1]), TAGS[:1], np.array([0, 1]))
     probe = native_probe()
     assert probe is not None
     for places in (np.zeros((3, 11), np.int64), np.zeros((12, 3), np.int64).T):
@@ -79,6 +129,8 @@ def test_without_a_compiler_numpy_looks_up(
 
     found = importlib.import_module
     monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setattr(module, "_engine", module._engine.__wrapped__)
     with caplog.at_level("WARNING", "vllm"):
         assert native_probe.__wrapped__() is None
+    assert native_change.__wrapped__() is None
     assert "there is no native look-up (llvmlite" in caplog.text

@@ -1,4 +1,4 @@
-; clang 19, sha256 of the C 32783344f40c8083
+; clang 19, sha256 of the C 40dd669c165b1040
 ; scripts/compile_kernels.py has made this file.
 
 %struct.index = type { ptr, ptr, ptr, ptr, i64 }
@@ -225,6 +225,148 @@ while.end:
   %inc9 = add i64 %i.031, 1
   %exitcond35.not = icmp eq i64 %inc9, %num_tags
   br i1 %exitcond35.not, label %for.cond.cleanup, label %for.body
+}
+
+define i64 @change(ptr %index, ptr %tags, ptr %slots, ptr %generations, i64 %count) {
+entry:
+  %cmp36 = icmp sgt i64 %count, 0
+  br i1 %cmp36, label %for.body.lr.ph, label %return
+
+for.body.lr.ph:
+  %num_slots = getelementptr i8, ptr %index, i64 32
+  %0 = load i64, ptr %num_slots, align 8
+  br label %for.body
+
+for.cond:
+  %inc = add i64 %i.037, 1
+  %exitcond.not = icmp eq i64 %inc, %count
+  br i1 %exitcond.not, label %for.cond3.preheader, label %for.body
+
+for.cond3.preheader:
+  br i1 %cmp36, label %for.body6.lr.ph, label %return
+
+for.body6.lr.ph:
+  %cell_of.i = getelementptr i8, ptr %index, i64 40
+  %checks.i = getelementptr i8, ptr %index, i64 16
+  %generations.i = getelementptr i8, ptr %index, i64 24
+  br label %for.body6
+
+for.body:
+  %i.037 = phi i64 [ 0, %for.body.lr.ph ], [ %inc, %for.cond ]
+  %arrayidx = getelementptr i64, ptr %slots, i64 %i.037
+  %1 = load i64, ptr %arrayidx, align 8
+  %cmp1.not = icmp ult i64 %1, %0
+  br i1 %cmp1.not, label %for.cond, label %return
+
+for.cond.cleanup5:
+  %tobool.not = icmp ne ptr %tags, null
+  %or.cond = and i1 %tobool.not, %cmp36
+  br i1 %or.cond, label %for.body.lr.ph.i, label %return
+
+for.body6:
+  %i2.039 = phi i64 [ 0, %for.body6.lr.ph ], [ %inc9, %hide.exit ]
+  %arrayidx7 = getelementptr i64, ptr %slots, i64 %i2.039
+  %2 = load i64, ptr %arrayidx7, align 8
+  %3 = load ptr, ptr %cell_of.i, align 8
+  %arrayidx.i = getelementptr i32, ptr %3, i64 %2
+  %4 = load i32, ptr %arrayidx.i, align 4
+  %cmp.i = icmp slt i32 %4, 0
+  br i1 %cmp.i, label %hide.exit, label %if.end.i
+
+if.end.i:
+  %5 = load ptr, ptr %checks.i, align 8
+  %arrayidx1.i = getelementptr i64, ptr %5, i64 %2
+  store atomic i64 0, ptr %arrayidx1.i monotonic, align 8
+  %6 = load ptr, ptr %generations.i, align 8
+  %arrayidx2.i = getelementptr i64, ptr %6, i64 %2
+  store atomic i64 -1, ptr %arrayidx2.i monotonic, align 8
+  %7 = load ptr, ptr %index, align 8
+  %idxprom.i = zext i32 %4 to i64
+  %arrayidx4.i = getelementptr i8, ptr %7, i64 %idxprom.i
+  store atomic i8 0, ptr %arrayidx4.i monotonic, align 1
+  %8 = load ptr, ptr %cell_of.i, align 8
+  %arrayidx7.i = getelementptr i32, ptr %8, i64 %2
+  store i32 -1, ptr %arrayidx7.i, align 4
+  br label %hide.exit
+
+hide.exit:
+  %inc9 = add i64 %i2.039, 1
+  %exitcond41.not = icmp eq i64 %inc9, %count
+  br i1 %exitcond41.not, label %for.cond.cleanup5, label %for.body6
+
+for.body.lr.ph.i:
+  %num_slots.i = getelementptr i8, ptr %index, i64 32
+  %generations6.i = getelementptr i8, ptr %index, i64 24
+  %checks.i25 = getelementptr i8, ptr %index, i64 16
+  %cells.i = getelementptr i8, ptr %index, i64 8
+  %cell_of.i26 = getelementptr i8, ptr %index, i64 40
+  br label %for.body.i
+
+for.body.i:
+  %i.061.i = phi i64 [ 0, %for.body.lr.ph.i ], [ %inc.i, %cleanup.i ]
+  %arrayidx.i27 = getelementptr i64, ptr %tags, i64 %i.061.i
+  %9 = load i64, ptr %arrayidx.i27, align 8
+  %shr.i = lshr i64 %9, 32
+  %10 = load i64, ptr %num_slots.i, align 8
+  %mul.i = mul i64 %shr.i, %10
+  %shr1.i = lshr i64 %mul.i, 32
+  %11 = load ptr, ptr %index, align 8
+  %arrayidx2.i28 = getelementptr i64, ptr %11, i64 %shr1.i
+  %12 = load i64, ptr %arrayidx2.i28, align 8
+  %sub.i = add i64 %12, -72340172838076673
+  %not.i = and i64 %12, -9187201950435737472
+  %and.i = xor i64 %not.i, -9187201950435737472
+  %and3.i = and i64 %and.i, %sub.i
+  %tobool.not.i = icmp eq i64 %and3.i, 0
+  br i1 %tobool.not.i, label %cleanup.i, label %if.end.i29
+
+if.end.i29:
+  %mul4.i = shl i64 %shr1.i, 3
+  %13 = tail call i64 @llvm.cttz.i64(i64 %and3.i, i1 true)
+  %div59.i = lshr i64 %13, 3
+  %add.i = or i64 %div59.i, %mul4.i
+  %conv5.i = trunc i64 %add.i to i32
+  %14 = load ptr, ptr %generations6.i, align 8
+  %arrayidx7.i30 = getelementptr i64, ptr %slots, i64 %i.061.i
+  %15 = load i64, ptr %arrayidx7.i30, align 8
+  %arrayidx8.i = getelementptr i64, ptr %14, i64 %15
+  %arrayidx9.i = getelementptr i64, ptr %generations, i64 %i.061.i
+  %16 = load i64, ptr %arrayidx9.i, align 8
+  store atomic i64 %16, ptr %arrayidx8.i monotonic, align 8
+  %17 = load ptr, ptr %checks.i25, align 8
+  %18 = load i64, ptr %arrayidx7.i30, align 8
+  %arrayidx11.i = getelementptr i64, ptr %17, i64 %18
+  %mul14.i = mul i64 %16, -7046029254386353131
+  %19 = load i64, ptr %arrayidx.i27, align 8
+  %xor.i = xor i64 %19, %mul14.i
+  store atomic i64 %xor.i, ptr %arrayidx11.i monotonic, align 8
+  %20 = load ptr, ptr %cells.i, align 8
+  %sext.i = shl i64 %add.i, 32
+  %idxprom.i31 = ashr exact i64 %sext.i, 32
+  %arrayidx16.i = getelementptr i32, ptr %20, i64 %idxprom.i31
+  %21 = load i64, ptr %arrayidx7.i30, align 8
+  %conv19.i = trunc i64 %21 to i32
+  store atomic i32 %conv19.i, ptr %arrayidx16.i monotonic, align 4
+  %22 = load ptr, ptr %index, align 8
+  %arrayidx22.i = getelementptr i8, ptr %22, i64 %idxprom.i31
+  %23 = load i64, ptr %arrayidx.i27, align 8
+  %24 = trunc i64 %23 to i8
+  %conv26.i = or i8 %24, -128
+  store atomic i8 %conv26.i, ptr %arrayidx22.i monotonic, align 1
+  %25 = load ptr, ptr %cell_of.i26, align 8
+  %26 = load i64, ptr %arrayidx7.i30, align 8
+  %arrayidx28.i = getelementptr i32, ptr %25, i64 %26
+  store i32 %conv5.i, ptr %arrayidx28.i, align 4
+  br label %cleanup.i
+
+cleanup.i:
+  %inc.i = add i64 %i.061.i, 1
+  %exitcond.not.i = icmp eq i64 %inc.i, %count
+  br i1 %exitcond.not.i, label %return, label %for.body.i
+
+return:
+  %retval.1 = phi i64 [ 1, %for.cond.cleanup5 ], [ 1, %for.cond3.preheader ], [ 1, %entry ], [ 1, %cleanup.i ], [ 0, %for.body ]
+  ret i64 %retval.1
 }
 
 declare i64 @llvm.cttz.i64(i64, i1)
