@@ -32,7 +32,7 @@ from omni_connector.prefix.loads import BlockTables, PrefixLoads
 from omni_connector.prefix.lookups import Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
-from omni_connector.prefix.saves import PrefixSaves
+from omni_connector.prefix.saves import BlocksOf, PrefixSaves
 from omni_connector.runtime.context import EngineContext
 
 logger = logging.getLogger("vllm.omni_connector.shared_prefix")
@@ -187,7 +187,10 @@ class SharedPrefix:
             # Beyond what the arenas have, the store's answer may continue a prefix.
             alone = prompt.lookup is None
             prompt.found = self._host.find(prompt.names, prompt.keys, alone=alone)
-        reach = prompt.reach(self._groups, self._unit, num_computed, last)
+        if prompt.lookup is None and (prompt.found is None or prompt.found.is_empty):
+            reach = num_computed
+        else:
+            reach = prompt.reach(self._groups, self._unit, num_computed, last)
         if asked is not None and reach < last:
             prompt.waits = now < asked.deadline
             if prompt.waits:
@@ -231,6 +234,7 @@ class SharedPrefix:
         if prompt is None:
             return
         self.saves.look_at(prompt)
+        prompt.scheduled = False
         local, prompt.local, prompt.offered = prompt.local, None, 0
         prompt.sources.clear()
         if local is not None:
@@ -259,14 +263,19 @@ class SharedPrefix:
             meta.loads |= self.loads.queued
             self.loads.queued.clear()
 
-    def finish(self, request_id: str) -> None:
-        """The request is over. A load under way is told to stop."""
+    def finish(self, request_id: str, blocks_of: BlocksOf | None) -> None:
+        """The request is over. A load under way is told to stop.
+
+        Args:
+            blocks_of: returns the blocks of a request, which vLLM frees after this call; None if
+                nobody may have what they hold.
+        """
         self._hints.pop(request_id, None)
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             return
         self.loads.revoke(prompt)
-        self.saves.finish(prompt)
+        self.saves.finish(prompt, blocks_of)
         if self._changes is not None and prompt.lookup is not None:
             for g, held in enumerate(prompt.lookup.held or ()):
                 blocks = list(zip(prompt.names[g], prompt.hashes[g], strict=True))
@@ -304,8 +313,10 @@ class SharedPrefix:
     def suspend(self) -> None:
         """The weights may have changed: find and load nothing before it is known whether they have.
 
-        What is being loaded now is not used, as it would come before that.
+        What is being loaded now is not used, as it would come before that. Nor is what has filled
+        kept: nobody knows when it is known.
         """
+        self.saves.forget_filled()
         for prompt in self._prompts.values():
             prompt.found, prompt.local, prompt.offered = None, None, 0
             if prompt.jobs:

@@ -21,7 +21,7 @@ from vllm.v1 import kv_cache_interface
 
 from omni_connector import config, plugin
 from omni_connector.arena import block_index
-from omni_connector.arena.native_probe import native_probe
+from omni_connector.arena.native_probe import native_change, native_probe
 from omni_connector.copy import host, jobs
 from omni_connector.copy.native import native_copy
 from omni_connector.net import runtime
@@ -70,6 +70,7 @@ _STALE: Final = {"stale_slot", "weights_changed"}
 _NATIVE: Final[list[tuple[Any, str, Any]]] = [
     (host, "native_copy", native_copy),
     (block_index, "native_probe", native_probe),
+    (block_index, "native_change", native_change),
 ]
 
 # What says the same for each engine of a process: it is asked once.
@@ -382,7 +383,8 @@ def laboratory() -> Iterator[None]:
         (file_store, "_A_THREAD", 2),
         (file_folder, "_PARTS", 1),
         (saves, "_TOGETHER", 2),  # answers are short
-        (saves, "_MANY", 2),  # and so are prompts
+        (saves, "_ANSWER_TOKENS", 6),  # and so are windows
+        (saves, "_MANY", 12),  # more blocks than most prompts have
         (reading, "_FETCH_AGAIN_S", 0.02),  # each time, several threads act
         (time, "sleep", _no_sleep),
         *(
