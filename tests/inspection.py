@@ -362,6 +362,11 @@ def indexed(half: "OmniScheduler") -> int:
     return int((shared_parts(half)._host._own.index._cell_of >= 0).sum())
 
 
+def forget_reset(half: "OmniScheduler") -> None:
+    """As if vLLM's last reset of its prefix cache had not come with other weights."""
+    half._weights.begin()
+
+
 def explainer(half: "OmniScheduler") -> Any:
     """Return what answers `omni-connector explain` for an engine."""
     return shared_parts(half)._explainer

@@ -144,7 +144,7 @@ def test_what_was_evicted_here_and_there(sharer):  # noqa: F811
     found = explanation(second, prompt(4 * BLOCK, seed=1))
     assert (found.missing.cause, found.missing.evicted_from) == ("never_seen", [first.engine_id])
     assert first.scheduler.kv_cache_manager.reset_prefix_cache()
-    first.half._weights.begin()  # as if this had been an eviction
+    inspection.forget_reset(first.half)  # as if this had been an eviction
     found = agree(first, prompt(4 * BLOCK, seed=1))
     assert (found.missing.cause, found.missing.evicted_from) == ("evicted", [])
 
