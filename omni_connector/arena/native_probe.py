@@ -57,7 +57,8 @@ def native_change() -> NativeChange | None:
     """What changes an index, compiled at the first call; None if that fails."""
     if (engine := _engine()) is None:
         return None
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    pointer = ctypes.c_void_p
+    number = ctypes.c_int64
     prototype = ctypes.PYFUNCTYPE(number, ctypes.c_char_p, pointer, pointer, pointer, number)
     call = prototype(engine.get_function_address("change"))
 
@@ -87,7 +88,8 @@ def native_probe() -> NativeProbe | None:
     """The look-up, compiled at the first call; None if that fails."""
     if (engine := _engine()) is None:
         return None
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    pointer = ctypes.c_void_p
+    number = ctypes.c_int64
     arguments = ctypes.c_char_p, number, pointer, number, pointer, pointer, pointer
     leading = ctypes.PYFUNCTYPE(number, *arguments)(engine.get_function_address("probe"))
     each = ctypes.PYFUNCTYPE(None, *arguments)(engine.get_function_address("probe_each"))

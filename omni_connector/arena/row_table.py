@@ -149,7 +149,8 @@ def native_calls() -> tuple[_Call, _Call] | None:
     except Exception as error:  # noqa: BLE001 - whatever it is, a dict does the work
         logger.warning("slots are looked up in a dict: there is no native table (%s)", error)
         return None
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    pointer = ctypes.c_void_p
+    number = ctypes.c_int64
     # They keep the GIL (PYFUNCTYPE): other threads read the arrays without a lock.
     prototype = ctypes.PYFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, number, pointer)
     find, name = (prototype(engine.get_function_address(each)) for each in ("find", "name"))

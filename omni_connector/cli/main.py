@@ -208,14 +208,14 @@ def _add_orders(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--wait",
         type=_seconds,
         metavar="S",
-        help="wait until it is empty, so many seconds at most (default: do not wait)",
+        help="wait up to S seconds until it is drained (default: do not wait)",
     )
     drain.add_argument(
         "--quiet",
         type=_seconds,
         default=5.0,
         metavar="S",
-        help="it is empty only after so many seconds without a new request (default: %(default)s)",
+        help="with --wait: S seconds without a new request count as drained (default: %(default)s)",
     )
     drain.add_argument("--undo", action="store_true", help="have it serve again")
     role = commands.add_parser("role", help="what an engine does of hand-offs", description=_ROLE)

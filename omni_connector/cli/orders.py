@@ -113,12 +113,15 @@ def drain(
 
 
 def _drained(engine: OrderedEngine, wait: float, quiet: float) -> int:
-    deadline = time.monotonic() + wait
-    arrived, since = -1, time.monotonic()
+    since = time.monotonic()
+    deadline = since + wait
+    arrived = -1
     while (status := engine.now()) is not None:
-        now, service = time.monotonic(), status.service
+        now = time.monotonic()
+        service = status.service
         if service.arrived != arrived:
-            arrived, since = service.arrived, now
+            arrived = service.arrived
+            since = now
         if service.phase == "drained" and now >= since + quiet:
             print(f"{engine.name} is drained")
             return 0

@@ -120,7 +120,8 @@ class NativeCopy:
 
     def __init__(self) -> None:
         self._engine = compiled(kernel(__name__, "copy"))  # the code is gone with it
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        pointer = ctypes.c_void_p
+        number = ctypes.c_int64
         kind = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, number, number, pointer)
         self._copy = kind(self._engine.get_function_address("copy"))
         self._copy_hashed = kind(self._engine.get_function_address("copy_hashed"))

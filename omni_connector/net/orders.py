@@ -14,11 +14,12 @@ or another user's file is refused.
 import contextlib
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 
 from msgspec import Meta, Struct
+
+from omni_connector.net.runtime import open_own_file
 
 Role = Literal["prefill", "decode", "both"]
 """What an engine does of hand-offs: `prefill` only offers them, `decode` only fetches them."""
@@ -112,17 +113,14 @@ def _content(path: Path) -> bytes | None:
     """What a signal file says; None where there is none.
 
     Raises:
-        OSError: it is a link, or cannot be read.
-        ValueError: it is no small file of this user.
+        OSError: it is no file of this user, or cannot be read.
+        ValueError: it is too large.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_own_file(path)
     except FileNotFoundError:
         return None
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise ValueError("it is no file of this user")
         text = os.read(fd, MAX_BYTES + 1)
     finally:
         os.close(fd)

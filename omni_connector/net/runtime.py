@@ -162,6 +162,24 @@ def check_private(folder: Path) -> None:
         )
 
 
+def open_own_file(path: Path) -> int:
+    """A descriptor to read a regular file of this user, which the caller closes. Never waits.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: it is a link, a pipe or another user's, or cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise OSError("it is no file of this user")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def socket_path(folder: Path, name: str, *, kind: str = "") -> Path:
     """The path of the socket for a name, which may have any length and characters.
 

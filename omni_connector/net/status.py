@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import socket
-import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from msgspec import Meta, Struct
 from omni_connector import __version__
 from omni_connector.net.forks import forget_in_child
 from omni_connector.net.orders import ORDER, Orders, Service, forget_orders, read_orders
+from omni_connector.net.runtime import open_own_file
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.stats import FAILURE, PEER
 
@@ -419,13 +419,10 @@ def _of_living(path: Path) -> int | None:
     """A descriptor of a file whose engine lives; None where there is none any more."""
     for _ in range(_LOOKS):
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = open_own_file(path)
         except FileNotFoundError:
             return None
         try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-                raise OSError("it is no file of this user")
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             replaced = os.fstat(fd).st_nlink == 0  # its engine has written since we opened it
         except BlockingIOError:
