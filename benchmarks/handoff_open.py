@@ -22,7 +22,7 @@ from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 
-from omni_connector.handoff.directory import Handoff, SlotDirectory
+from omni_connector.handoff.leases import Handoff, SlotDirectory
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.kv.shapes import GroupShape

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from omni_connector.handoff.directory import Handoff, LeaseState, SlotDirectory
+from omni_connector.handoff.leases import Handoff, LeaseState, SlotDirectory
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.runtime.context import PROCESS_CONTEXT
 

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omni_connector.runtime.stats import COUNTERS
+from omni_connector.runtime.metric_names import COUNTERS
 from omni_connector.testing.engines import Engine
 from omni_connector.testing.models import make_model
 from tests import soak

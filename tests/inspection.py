@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from omni_connector.arena.slot_index import Ints
     from omni_connector.copy.threads import CopyThread
     from omni_connector.handoff.channel import ControlChannel
-    from omni_connector.handoff.directory import Handoff, SlotDirectory
+    from omni_connector.handoff.leases import Handoff, SlotDirectory
     from omni_connector.handoff.serving import ServingState
     from omni_connector.objects.exchange import Exchange
     from omni_connector.objects.object_store import ObjectStore

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from omni_connector.runtime.stats import COUNTERS, GAUGES, SECONDS
+from omni_connector.runtime.metric_names import COUNTERS, GAUGES, SECONDS
 
 ROOT: Final = Path(__file__).parents[1]
 PACKAGE: Final = ROOT / "omni_connector"

@@ -112,10 +112,10 @@ def test_a_name_that_is_not_there_is_found(name: str) -> None:
     "name",
     [
         "`SlotDirectory.lease`",
-        "`handoff.directory.SlotDirectory.lease`",
+        "`handoff.leases.SlotDirectory.lease`",
         "`directory.lease`",
         "`stats.disagreements`",
-        "`handoff/directory.py`",
+        "`handoff/leases.py`",
         "`omni_connector/handoff/`",
         "`--trust-remote-code`",
         "`vllm:omni_connector_failures_total`",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from omni_connector.handoff.channel import TICK_S, ControlChannel
-from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.leases import SlotDirectory
 from omni_connector.net.runtime import tidy
 from omni_connector.runtime.context import EngineContext
 

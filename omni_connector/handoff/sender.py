@@ -3,8 +3,8 @@
 
 A request that asks for a hand-off gets all its slots before it is first scheduled; while the
 arena has no room it waits in vLLM's queue. Blocks are copied as they fill, the last one with
-the step that ends the prompt. `CopyLedger` keeps the blocks of a copy as they are, whatever happens
-to the request, so that no copy is made twice.
+the step that ends the prompt. `CopyLedger` holds the blocks of a copy until it has ended, whatever
+happens to the request; then vLLM may free them. So no copy is made twice.
 """
 
 import logging
@@ -28,7 +28,7 @@ from omni_connector.copy.ledger import (
     RequestBlocks,
 )
 from omni_connector.errors import ArenaFullError
-from omni_connector.handoff.directory import Handoff, SlotDirectory
+from omni_connector.handoff.leases import Handoff, SlotDirectory
 from omni_connector.handoff.params import handoff_answer, no_handoff_answer
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.block_names import block_names

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from omni_connector.errors import ProtocolError
-from omni_connector.handoff.directory import LeaseState, SlotDirectory
+from omni_connector.handoff.leases import LeaseState, SlotDirectory
 from omni_connector.handoff.messages import (
     PROTOCOL_VERSION,
     Handshake,

@@ -29,7 +29,7 @@ from omni_connector.net.forks import forget_in_child
 from omni_connector.net.orders import ORDER, Orders, Service, forget_orders, read_orders
 from omni_connector.net.runtime import open_own_file
 from omni_connector.runtime.context import EngineContext
-from omni_connector.runtime.stats import FAILURE, PEER
+from omni_connector.runtime.metric_names import FAILURE, PEER
 
 logger = logging.getLogger("vllm.omni_connector.status")
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads of prompts' blocks from the arenas of this host and from the store.
 
-One prompt may be loaded from several arenas and the store, with one job for each. If a job fails,
-the others are revoked, and nothing more is loaded for the prompt.
+One prompt may be loaded from several arenas and the store, with one job for each. The workers end a
+job at its deadline (`copy.loading` of an arena, `prefix.store_jobs` of the store). If a job fails,
+the others are revoked, and nothing more is loaded for the prompt: vLLM computes it.
 """
 
 from collections.abc import Sequence

@@ -25,7 +25,7 @@ from omni_connector.config import OmniConfig
 from omni_connector.copy.ledger import CopyLedger
 from omni_connector.errors import ConfigError
 from omni_connector.handoff.channel import ControlChannel
-from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.leases import SlotDirectory
 from omni_connector.handoff.messages import TOKEN_BYTES, HandshakeReply
 from omni_connector.handoff.params import BadParamsError, RemotePrefill, tcp_address
 from omni_connector.handoff.periodic_tasks import PeriodicTasks
@@ -53,7 +53,7 @@ from omni_connector.prefix.prompts import SharedGroups
 from omni_connector.prefix.saves import PrefixSaves
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.runtime.context import EngineContext
-from omni_connector.runtime.stats import COUNTERS
+from omni_connector.runtime.metric_names import COUNTERS
 from omni_connector.runtime.trace import FileTrace
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.shared_blocks import key_prefix, readers_id

@@ -3,7 +3,7 @@
 
 Each half counts in an `OmniStats`. vLLM carries these to the API server with each step, and adds up
 what the ranks and the halves report. Durations are in seconds, sizes in bytes. The names of what is
-counted are in `runtime.stats`.
+counted are in `runtime.metric_names`.
 """
 
 import time
@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from omni_connector.config import OmniConfig
 from omni_connector.net.status import label
-from omni_connector.runtime.stats import COUNTERS, FAILURE, GAUGES, MISSED, PEER, SECONDS
+from omni_connector.runtime.metric_names import COUNTERS, FAILURE, GAUGES, MISSED, PEER, SECONDS
 from omni_connector.vllm_v1.live_gauges import LiveGauges
 
 _SECONDS_BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5, 30]

@@ -2,7 +2,8 @@
 """The scheduler half of an engine decides about slots, hand-offs, shared blocks and loads.
 
 It decides, and the workers copy. Nothing here waits while the engine computes: lease requests are
-answered on the control channel's thread, and the workers report copies with each step.
+answered on the control channel's thread, and the workers report copies with each step. A preemption
+needs no work: `CopyLedger` holds the blocks that are being copied, whatever happens to the request.
 """
 
 from collections import Counter, deque
@@ -16,7 +17,7 @@ from omni_connector.copy.ended import CopiesOfRanks
 from omni_connector.copy.ledger import CopyLedger, Ended
 from omni_connector.errors import OmniError
 from omni_connector.handoff.channel import ControlChannel
-from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.leases import SlotDirectory
 from omni_connector.handoff.params import (
     BadParamsError,
     parse_remote_prefill,

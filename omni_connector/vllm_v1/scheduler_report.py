@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler half tells of an engine: counts and gauges to vLLM, all of them to `top`."""
 
-from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.leases import SlotDirectory
 from omni_connector.handoff.periodic_tasks import PeriodicTasks
 from omni_connector.handoff.serving import ServingState
 from omni_connector.net.status import StatusReport
-from omni_connector.runtime.stats import COUNTERS
+from omni_connector.runtime.metric_names import COUNTERS
 from omni_connector.vllm_v1.metrics import OmniStats
 
 

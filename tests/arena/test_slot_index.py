@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from omni_connector.arena import row_table, slot_index
 from omni_connector.arena.slot_index import SlotIndex, SlotKey
-from omni_connector.handoff.directory import Handoff, SlotDirectory
+from omni_connector.handoff.leases import Handoff, SlotDirectory
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.runtime.context import EngineContext
 

@@ -15,7 +15,7 @@ import pytest
 from omni_connector.cli.dashboard import FILES
 from omni_connector.cli.main import main
 from omni_connector.config import OmniConfig
-from omni_connector.runtime.stats import COUNTERS, GAUGES
+from omni_connector.runtime.metric_names import COUNTERS, GAUGES
 
 yaml = pytest.importorskip("yaml")
 

@@ -17,7 +17,7 @@ import msgspec
 from omni_connector.errors import OmniError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.client import Lease, PendingLease
-from omni_connector.handoff.directory import Handoff, SlotDirectory
+from omni_connector.handoff.leases import Handoff, SlotDirectory
 from omni_connector.handoff.messages import HandshakeReply
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import ControlServer

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from omni_connector.handoff.channel import ControlChannel
-from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.leases import SlotDirectory
 from omni_connector.handoff.messages import HandshakeReply
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import ControlServer

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from omni_connector.handoff import server as server_module
-from omni_connector.handoff.directory import Handoff, SlotDirectory
+from omni_connector.handoff.leases import Handoff, SlotDirectory
 from omni_connector.handoff.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,

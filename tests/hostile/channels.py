@@ -17,7 +17,7 @@ import zmq
 from omni_connector.errors import OmniError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.client import LeaseDeniedError, PendingLease
-from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.leases import SlotDirectory
 from omni_connector.handoff.messages import LeaseDenied, LeaseRequest, Refused, decode_reply, encode
 from omni_connector.handoff.server import ControlServer
 from omni_connector.net.keys import ClusterKey

@@ -11,7 +11,7 @@ import msgspec
 
 from omni_connector.errors import OmniError
 from omni_connector.handoff.client import Lease, PeerSession, PendingLease
-from omni_connector.handoff.directory import Handoff, SlotDirectory
+from omni_connector.handoff.leases import Handoff, SlotDirectory
 from omni_connector.handoff.messages import (
     Handshake,
     HandshakeReply,

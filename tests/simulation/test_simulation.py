@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from omni_connector.copy.host import CpuCopier
-from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.leases import SlotDirectory
 from omni_connector.vllm_v1.metrics import OmniStats
 from tests.simulation import HASHES_VARIABLE, __main__
 from tests.simulation.campaign import campaign, replayed

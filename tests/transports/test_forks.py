@@ -43,7 +43,7 @@ from pathlib import Path
 import msgspec
 from omni_connector.runtime.context import PROCESS_CONTEXT
 from omni_connector.handoff.channel import ControlChannel
-from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.leases import SlotDirectory
 from omni_connector.handoff.messages import CompatibilityKey, HandshakeReply
 from omni_connector.handoff.server import ControlServer
 from omni_connector.kv.shapes import GroupShape

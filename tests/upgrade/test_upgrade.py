@@ -24,7 +24,7 @@ from omni_connector.arena.block_index import check_header
 from omni_connector.arena.format import ArenaGeometry
 from omni_connector.errors import IntegrityError, OmniError
 from omni_connector.handoff.client import PeerSession
-from omni_connector.handoff.directory import SlotDirectory
+from omni_connector.handoff.leases import SlotDirectory
 from omni_connector.handoff.messages import (
     PROTOCOL_VERSION,
     Handshake,

@@ -51,7 +51,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from omni_connector.arena.arena import Arena
-from omni_connector.handoff.directory import Handoff, SlotDirectory
+from omni_connector.handoff.leases import Handoff, SlotDirectory
 from omni_connector.identity.adapters import version_of
 from omni_connector.plugin import CONNECTOR_NAME, register
 from omni_connector.testing import no_op

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.metrics.stats import SchedulerStats
 
-from omni_connector.runtime.stats import COUNTERS, GAUGES, SECONDS
+from omni_connector.runtime.metric_names import COUNTERS, GAUGES, SECONDS
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from omni_connector.vllm_v1.metrics import OmniStats
 from tests import inspection

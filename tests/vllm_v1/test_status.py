@@ -8,7 +8,7 @@ import pytest
 from omni_connector.net import status
 from omni_connector.net.runtime import of_kernel
 from omni_connector.net.status import EngineStatus
-from omni_connector.runtime.stats import COUNTERS
+from omni_connector.runtime.metric_names import COUNTERS
 from tests.toy import BLOCK, LAYERS, PAGE
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, slots, wait

@@ -111,7 +111,7 @@ MENDED: Final = (
         "defect 2: cached slots keep their names",
         "after new weights a hand-off shares slots that were filled before",
         (
-            "omni_connector.handoff.directory",
+            "omni_connector.handoff.leases",
             "        self.pool.forget()\n",
             "",
         ),
@@ -177,7 +177,7 @@ MENDED: Final = (
         "defect 6: the first release ends all",
         "with the first child of n > 1 the slots of its siblings go",
         (
-            "omni_connector.handoff.directory",
+            "omni_connector.handoff.leases",
             "            if not handoff.leases:\n"
             "                self._close(handoff)\n"
             "\n"
@@ -189,7 +189,7 @@ MENDED: Final = (
         "defect 6: twins have slots of their own",
         "identical prefills take the arena's room several times",
         (
-            "omni_connector.handoff.directory",
+            "omni_connector.handoff.leases",
             "            if twins:\n                slots = next",
             "            if False:\n                slots = next",
         ),

@@ -161,13 +161,13 @@ OWN: Final = (
     mutant(
         "nothing expires",
         "a hand-off that nobody leases stays",
-        ("omni_connector.handoff.directory", "self._ends[each] <= now", "False"),
+        ("omni_connector.handoff.leases", "self._ends[each] <= now", "False"),
     ),
     mutant(
         "any prompt will do",
         "a hand-off is leased for another prompt",
         (
-            "omni_connector.handoff.directory",
+            "omni_connector.handoff.leases",
             "        if prompt.num_tokens != num_tokens or not "
             "secrets.compare_digest(\n"
             "            prompt.digest(kind), digest\n"
@@ -419,7 +419,7 @@ OWN: Final = (
         "a drop ends leases",
         "who rejects one child's request takes the slots from its siblings",
         (
-            "omni_connector.handoff.directory",
+            "omni_connector.handoff.leases",
             "            if handoff is not None and handoff.committed and not handoff.leases:\n",
             "            if handoff is not None and handoff.committed:\n",
         ),

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from omni_connector.arena.slot_index import SlotKey
 from omni_connector.copy.ledger import Block
 from omni_connector.errors import ArenaFullError
-from omni_connector.handoff.directory import Handoff, LeaseAnswer, LeaseState, SlotDirectory
+from omni_connector.handoff.leases import Handoff, LeaseAnswer, LeaseState, SlotDirectory
 from omni_connector.handoff.messages import DIGEST_BYTES, TOKEN_BYTES
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.runtime.context import EngineContext
