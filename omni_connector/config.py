@@ -294,8 +294,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if self.tenant_quota < 1 and not self.tenants:
             raise ConfigError(
                 "tenant_quota needs tenants: a list of the cache salts that have a quota of their "
-                "own, or ['*'] where a gateway sets the cache_salt of each request, because "
-                "clients that choose their salts would get a new quota with each"
+                "own, or ['*'] where a gateway sets the cache_salt of each request; a client that "
+                "chooses its salts would get a new quota with each"
             )
         if self.copy_threads is not None and not 1 <= self.copy_threads <= MAX_COPY_THREADS:
             raise ConfigError(

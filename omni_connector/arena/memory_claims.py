@@ -149,7 +149,11 @@ def sizing_lock(timeout: float = LOCK_TIMEOUT_S) -> Iterator[bool]:
             held = _bound(f"\0{_LOCK}")
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
-                logger.warning("The size of the arena is chosen without the host's lock: %s", error)
+                logger.warning(
+                    "The arena's size is chosen without the host's lock: %s. Engines that start at "
+                    "the same time may claim the same memory; set arena_gib if it is short",
+                    error,
+                )
                 break
             time.sleep(_POLL_S)
     try:

@@ -43,12 +43,15 @@ def _engine() -> Any:
     """LLVM's engine for the code; None if it cannot be compiled."""
     try:
         if sys.byteorder != "little":
-            raise OSError("the lowest byte of a word is not its first")
+            raise OSError("this processor is big-endian")
         return compiled(kernel(__name__, "probe"))
     except CodeDeniedError:  # which `compiled` has said
         return None
     except Exception as error:  # noqa: BLE001 - whatever it is, numpy does the work
-        logger.warning("blocks are looked up by numpy: there is no native look-up (%s)", error)
+        logger.warning(
+            "Blocks are looked up with numpy, which is slower: machine code cannot be used (%s)",
+            error,
+        )
         return None
 
 

@@ -142,12 +142,12 @@ def native_calls() -> tuple[_Call, _Call] | None:
     """`find` and `name` of the native table, compiled at the first call; None if that fails."""
     try:
         if sys.byteorder != "little":
-            raise OSError("the lowest byte of a word is not its first")
+            raise OSError("this processor is big-endian")
         engine = compiled(kernel(__name__, "row_table"))
     except CodeDeniedError:  # which `compiled` has said
         return None
     except Exception as error:  # noqa: BLE001 - whatever it is, a dict does the work
-        logger.warning("slots are looked up in a dict: there is no native table (%s)", error)
+        logger.warning("Slots are looked up in a dict: machine code cannot be used (%s)", error)
         return None
     pointer = ctypes.c_void_p
     number = ctypes.c_int64
@@ -156,7 +156,7 @@ def native_calls() -> tuple[_Call, _Call] | None:
     find, name = (prototype(engine.get_function_address(each)) for each in ("find", "name"))
     find.engine = name.engine = engine  # type: ignore[attr-defined]  # the code is gone with it
     if not _agrees(find, name):
-        logger.warning("slots are looked up in a dict: the native table finds others")
+        logger.warning("Slots are looked up in a dict: the machine code finds wrong ones")
         return None
     return find, name
 

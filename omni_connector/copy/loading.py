@@ -43,7 +43,7 @@ from omni_connector.transports.reading import (
 
 logger = logging.getLogger("vllm.omni_connector.worker")
 
-_NOT_THERE: Final = "what an index lists is there, or was"
+_NOT_COMMITTED: Final = "an index lists a slot that is not committed"
 
 
 class _LeaseEndedError(OmniError):
@@ -168,7 +168,7 @@ class _Sources:
         """Seconds for which the load may wait. It still loads what it need not wait for."""
         left = self.deadline - self._rank.clock()
         if left <= 0:
-            raise PeerUnreachableError("the bytes were not there in time")
+            raise PeerUnreachableError("the peer's bytes did not come in time")
         return left
 
     def attached(self) -> bool:
@@ -190,7 +190,7 @@ class _Sources:
             return [MappedSlots(each, slots, generations, length) for each in sources]
         except SlotPendingError as pending:
             if step.keys is not None:
-                raise StaleSlotError(_NOT_THERE) from pending
+                raise StaleSlotError(_NOT_COMMITTED) from pending
             if not all(remote.alive for remote in sources):
                 raise PeerUnreachableError("the peer died while copying") from pending
             return PENDING_S
@@ -207,7 +207,7 @@ class _Sources:
             for each_fetched in fetched:
                 each_fetched.release()
             if isinstance(error, SlotPendingError) and step.keys is not None:
-                raise StaleSlotError(_NOT_THERE) from error
+                raise StaleSlotError(_NOT_COMMITTED) from error
             raise
         return fetched
 
@@ -392,4 +392,7 @@ class _Load:
             for step in self._steps:
                 self._rank.copier.zero(step.group, step.block_ids, fence=self._fence)
         except Exception:  # the request is reported as failed in any case, and must be
-            logger.exception("Blocks of a failed load could not be zeroed")
+            logger.exception(
+                "Request %s: the blocks of its failed load could not be zeroed",
+                self._spec.request_id,
+            )

@@ -169,7 +169,10 @@ def native_copy() -> NativeCopy | None:
     except CodeDeniedError:  # which it has said
         return None
     except Exception as error:  # noqa: BLE001 - whatever it is, numpy does the work
-        logger.warning("KV blocks are copied by numpy: there is no native copy (%s)", error)
+        logger.warning(
+            "KV blocks are copied with numpy, which is slower: machine code cannot be used (%s)",
+            error,
+        )
         return None
     return copy
 

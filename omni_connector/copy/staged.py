@@ -257,13 +257,17 @@ class StagedCopier(BlockCopier):
 
     def close(self) -> None:
         if not self._lock.acquire(timeout=_CLOSE_S):
-            logger.error("A copy does not end: the device may hang. Its memory is left to it")
+            logger.error(
+                "A copy of the device did not end in %g s; the device may hang. The memory that it "
+                "uses is not freed",
+                _CLOSE_S,
+            )
             return
         try:
             try:
                 self._stream.finish(None)
             except RuntimeError as error:
-                logger.warning("The device has failed before its last copies ended: %s", error)
+                logger.warning("The device failed before its last copies had ended: %s", error)
             self._stream.close()
         finally:
             self._groups = []

@@ -111,7 +111,7 @@ class ControlChannel:
         try:
             if server is not None and listen_tcp is not None:
                 if key is None:
-                    raise ConfigError("listen: a port is opened only with a key")
+                    raise ConfigError("listen needs a key: set key_file")
                 self._listener = self._sockets.serve_tcp(listen_tcp, key, context.clock)
                 self._routers.append(self._listener.router)
                 for socket in self._listener.watched:
@@ -266,7 +266,9 @@ class ControlChannel:
             known = type(error).__name__, getattr(call, "__qualname__", "")
             if known not in self._told:  # a peer may cause it as often as it likes
                 self._told.add(known)
-                logger.exception("The control channel had an error (logged once), and goes on")
+                logger.exception(
+                    "The control channel had an error, and goes on (logged once); please report it"
+                )
             return False
         return True
 

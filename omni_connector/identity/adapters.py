@@ -227,7 +227,7 @@ class AdapterContents:
             return seen.content
         self._stats.fail("adapter_unknown")
         logger.warning(
-            "Request %s shares no KV (adapter_unknown): of the LoRA adapter %r at %r, %s",
+            "Request %s shares no KV (adapter_unknown) with its LoRA adapter %r at %r: %s",
             request.request_id,
             lora.lora_name,
             lora.lora_path,
@@ -281,7 +281,11 @@ class AdapterContents:
         try:
             content, version = self._read(name)
         except Exception as error:  # noqa: BLE001 - its requests share nothing; the thread goes on
-            logger.warning("The LoRA adapter %r at %r cannot be read: %s", *name[:2], error)
+            logger.warning(
+                "Requests with the LoRA adapter %r at %r share no KV, as it cannot be read: %s",
+                *name[:2],
+                error,
+            )
         self._seen[name] = _Seen(content, version, began)
         self._asked.pop(name, None)
         return 0.0

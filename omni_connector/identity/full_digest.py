@@ -118,10 +118,9 @@ class WeightFilesDigest:
         except (UnknownFilesError, OSError, OmniError, ValueError) as error:
             if not self._closing:
                 logger.warning(
-                    "The weights' files have no digest: %s. Engines of another layout that hand "
-                    "off to this one, or that it hands off to, are told apart by the name of the "
-                    "model alone. Set `model_id` to the same name on all engines that have the "
-                    "same weights",
+                    "The weights' files have no digest: %s. Engines of other layouts compare only "
+                    "the model's name with this one's. Set `model_id` to the same name on all "
+                    "engines that have the same weights",
                     error,
                 )
             return None
@@ -214,7 +213,12 @@ class WeightFilesDigest:
         try:
             self._kept.keep({path.name: each for path, each in found.items()})
         except OSError as error:  # the next engine computes them again
-            logger.info("The digests of the weights in %s are not kept: %s", folder, error)
+            logger.info(
+                "The digests of the weights in %s are not kept, so that the next engine reads the "
+                "files again: %s",
+                folder,
+                error,
+            )
         self._next_folder()
         return 0.0
 

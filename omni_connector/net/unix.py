@@ -372,8 +372,12 @@ class Listener:
             connection.close()
             return
         peers = len(self._connections)
-        if uid != os.geteuid() or peers >= MAX_CONNECTIONS:
-            self._warnings.warn("Refused a peer of user %d; %d peers are connected", uid, peers)
+        if uid != os.geteuid():
+            self._warnings.warn("Refused a peer of user %d, not %d", uid, os.geteuid())
+            connection.close()
+            return
+        if peers >= MAX_CONNECTIONS:
+            self._warnings.warn("Refused a peer: %d peers are connected, the limit", peers)
             connection.close()
             return
         self._connections.add(connection)

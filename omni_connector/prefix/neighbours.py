@@ -580,7 +580,7 @@ class HostNeighbours:
                 continue
             if reply.epoch == epoch:
                 logger.info(
-                    "What an engine that has ended had kept is found for %.0f s more, through %s",
+                    "Found blocks of an engine that has ended, for %.0f s more, through %s",
                     reply.seconds,
                     name,
                 )
@@ -596,7 +596,7 @@ class HostNeighbours:
             os.close(met.descriptor)
             return
         logger.info(
-            "The engine at %s has ended. What it has kept can be read for %g s more",
+            "The engine at %s has ended. The blocks in its arena can be read for %g s more",
             name,
             self._local_engine.orphan_s,
         )

@@ -243,7 +243,7 @@ class Watch:
         try:
             more = self._look()
         except Exception:  # the next look may succeed
-            logger.exception("Freeing what peers left behind failed; it is tried again")
+            logger.exception("Letting go of peers that have gone failed; it is tried again")
             more = True
         with self._lock:
             if not more and not self._wanted:

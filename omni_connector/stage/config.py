@@ -172,7 +172,7 @@ def _read_settings(settings: object) -> OmniKVCacheConfig:
         )
     if not 0 <= given.kv_prefetch_min_free_mem_ratio <= 1:
         raise ConfigError(
-            f"omni_kv_config: {given.kv_prefetch_min_free_mem_ratio} is no part of 1 - at "
+            f"omni_kv_config: {given.kv_prefetch_min_free_mem_ratio} is not between 0 and 1 - at "
             "`$.kv_prefetch_min_free_mem_ratio`"
         )
     values = msgspec.structs.asdict(given)

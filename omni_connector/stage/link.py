@@ -384,7 +384,7 @@ class ConnectorLink:
         except Exception as error:
             # Only the first failure is logged with its traceback: each poll tries again.
             first = not self.stats.connector_failures
-            logger.warning("connector %s did not start: %s", name, error, exc_info=first)
+            logger.warning("Connector %s did not start: %s", name, error, exc_info=first)
             self.count(connector_failures=1)
             return None
         return connector
@@ -425,7 +425,8 @@ class ConnectorLink:
             try:
                 tell(sender.host, Sender(sender.host, port).port_of(self._topology().rank))
             except Exception:  # as for `put`
-                logger.warning("The connector refuses its sender's address", exc_info=True)
+                name = type(connector).__name__
+                logger.warning("%s did not take the address of its sender", name, exc_info=True)
 
 
 def _pack(connector: Any, data: KVCacheTransferData) -> Any:

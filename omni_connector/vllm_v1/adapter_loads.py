@@ -65,7 +65,10 @@ def _wrap() -> None:
 
     load: Any = getattr(WorkerLoRAManager, "_load_adapter", None)
     if load is None:
-        logger.warning("This vLLM does not say which LoRA adapters it loads: they share no KV")
+        logger.warning(
+            "This vLLM does not say which LoRA adapters it loads, so that requests with an adapter "
+            "share no KV"
+        )
         return
 
     @functools.wraps(load)

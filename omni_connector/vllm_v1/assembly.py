@@ -267,7 +267,10 @@ class _Assembly:
 
     def _new_directory(self) -> SlotDirectory:
         if len(self._arenas) != self._ours.ranks:
-            raise ConfigError("a rank of this engine has no arena")
+            raise ConfigError(
+                f"only {len(self._arenas)} of the {self._ours.ranks} ranks have an arena; the logs "
+                "of the others say why"
+            )
         return SlotDirectory(
             min(endpoints[0].n_slots for endpoints in self._arenas),
             self._context,

@@ -196,7 +196,7 @@ def _loaded_files(model: "ModelConfig", load: "LoadConfig") -> ModelFiles:
         if name.endswith("_model_id") and isinstance(value, str) and value
     ]
     if elsewhere:
-        raise UnknownFilesError(f"some of its weights lie where {elsewhere[0]} says")
+        raise UnknownFilesError(f"the model loads weights from elsewhere, too ({elsewhere[0]})")
     return files
 
 
@@ -256,7 +256,7 @@ def _dummy_id(
 ) -> str:
     """Dummy weights are drawn with one seed for each tensor, as large as one rank has it."""
     if quantization_id(model):
-        raise UnknownFilesError("of quantized dummy weights some are not even written")
+        raise UnknownFilesError("vLLM does not write all bytes of quantized dummy weights")
     place = _place(model.model, model, load)
     folder = place if place.is_dir() else place.parent
     configuration = configuration_files(folder, code=bool(model.trust_remote_code))

@@ -513,7 +513,11 @@ class OmniScheduler:
         try:
             ranks = copies()
         except OmniError as error:
-            logger.warning("The prefix cache is not reset, as copies hold blocks (%s)", error)
+            logger.warning(
+                "The prefix cache is not reset, as copies hold blocks and a rank cannot be asked "
+                "whether they have ended: %s",
+                error,
+            )
             return
         try:
             self._ledger.settle_blocks(ranks.ended)

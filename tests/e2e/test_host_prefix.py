@@ -30,7 +30,7 @@ WAIT_S = 20.0
 
 # Longer than an engine takes to start on the slowest machine.
 KEEPS_ORPHANS = {"orphan_s": 600}
-ORPHAN = "What an engine that has ended had kept is found"
+ORPHAN = "Found blocks of an engine that has ended"
 
 
 @dataclass
