@@ -43,9 +43,9 @@ def test_hostile_inputs_are_refused_by_name_and_nothing_dies(name: str) -> None:
     if name.startswith("payloads"):
         pytest.importorskip("torch")
     inputs = FOLLOWED_INPUTS if name in FOLLOWED else INPUTS
-    threads = threading.active_count()
+    before = set(threading.enumerate())  # those of earlier tests may end meanwhile
     with opened(name) as parser:
-        running = set(threading.enumerate())
+        running = set(threading.enumerate()) - before
         tally = attack(parser, inputs, SEED, traced=min(500, inputs // 2))
         assert running <= set(threading.enumerate()), "a thread has ended"
     assert tally.inputs == inputs
@@ -54,7 +54,7 @@ def test_hostile_inputs_are_refused_by_name_and_nothing_dies(name: str) -> None:
         "so few are valid that little behind the first check was tried"
     )
     assert tally.peak_bytes > 0
-    _wait(lambda: threading.active_count() <= threads)
+    _wait(lambda: set(threading.enumerate()) <= before)
 
 
 def _wait(until: Callable[[], bool]) -> None:
