@@ -459,8 +459,8 @@ def extra_config(text: str) -> Any:
 
 
 def is_transfer_config(text: str) -> bool:
-    """Whether a text that `extra_config` reads is that of `--kv-transfer-config`: it is not if it
-    holds only our own settings."""
+    """Whether a text that `extra_config` reads is a whole `--kv-transfer-config`, and not only our
+    own settings."""
     return "kv_connector" in msgspec.json.decode(text, type=dict[str, Any])
 
 

@@ -475,7 +475,8 @@ def _missing(
 
     Args:
         hashes: block hashes, by group.
-        ends: end of the tokens that a request would load; end of those that a cache might have.
+        ends: end of the tokens that a request would load; end of the tokens that a cache might
+            have.
         late: whether the store answered too late.
         remarks: takes the engines that could not be asked.
     """

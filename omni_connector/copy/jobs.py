@@ -102,7 +102,7 @@ class Saver:
 
     def work(self, job_id: int, spec: SaveSpec, fence: object) -> Work:
         """The body of a save; see `Work`. Slots that it did not commit are void when it ends.
-        `fence` is that of the copier, or the forward pass that the save follows."""
+        `fence` is a fence of the copier, or the forward pass that the save follows."""
         forward = Forward.of(fence)
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool | float, None, Outcome]:

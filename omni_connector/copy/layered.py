@@ -63,13 +63,12 @@ class Forward:
         self._computed.add(layer)
 
     def end(self, fence: object) -> None:
-        """All of it has been launched, the layers of which nothing was told among it."""
+        """The whole pass has been launched, also layers without a call of `computed`."""
         self.fence = fence
         self.ended = True
 
     def has(self, layers: frozenset[str]) -> bool:
-        """Whether all of these layers are computed, and are followed; False where there are none of
-        them."""
+        """Whether all of these layers are computed and followed; False for no layers."""
         return bool(layers) and layers <= self._computed and layers.isdisjoint(self._not_followed)
 
     def repeated(self, layers: frozenset[str]) -> bool:

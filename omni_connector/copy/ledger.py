@@ -144,7 +144,7 @@ class CopyLedger:
         return bool(self._jobs)
 
     def start(self, blocks: BlockSpans, end: End, *, soon: float = math.inf) -> int:
-        """Start a job, of which the workers are told with this step; returns its number.
+        """Start a job; returns its number. The workers are told of it with this step.
 
         Args:
             blocks: what it copies, to or from.
@@ -221,8 +221,8 @@ class CopyLedger:
         jobs end later, with the reports of the workers.
 
         Args:
-            ended: of these jobs, returns the ones that have ended on every rank; None if that
-                cannot be learned.
+            ended: given jobs, returns those of them that have ended on every rank; None if the
+                ranks cannot be asked.
         """
         deadline = self._clock() + SETTLE_S
         while waiting := [job_id for job_id, job in self._jobs.items() if job.block_ids]:

@@ -103,7 +103,7 @@ def _require(ids: NDArray[np.int64], limit: int) -> None:
 
 
 def begin(slots: int, nbytes: int) -> NDArray[np.uint64]:
-    """States of the checksums of slots with so many bytes each, none of which was copied yet."""
+    """States of the checksums of `slots` slots of `nbytes` bytes, before the first copy."""
     states = np.empty((slots, len(_FIRST_SUMS) + 2), np.uint64)
     states[:, :-2] = _FIRST_SUMS
     states[:, -2:] = nbytes // ALIGNMENT
@@ -111,7 +111,7 @@ def begin(slots: int, nbytes: int) -> NDArray[np.uint64]:
 
 
 def checksums(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """What the states `(slots, 10)` of slots come to, all bytes of which were copied `(slots,)`."""
+    """The checksums `(slots,)` that states `(slots, 10)` give when all bytes were copied."""
     return states[:, -1].copy()
 
 

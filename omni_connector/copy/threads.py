@@ -74,7 +74,7 @@ _NOT_YET_S: Final = 0.0003
 
 
 def traced(trace: Trace, name: str, job_id: int, work: Work, request_id: str = "") -> Work:
-    """The same work, which tells a trace when it began and ended, and of which job its parts are.
+    """The same work, which tells a trace when it begins and ends, and the job of its parts.
 
     Args:
         name: of the span.
@@ -170,7 +170,7 @@ class CopyThread:
         """Queue a job; returns at once.
 
         Args:
-            writes: the KV blocks that it fills, of which none is good if it raises.
+            writes: the KV blocks that it fills; none of them is good if it raises.
         """
         with self._changed:
             self._queue.append(_Job(job_id, work, frozenset(writes), self._clock()))

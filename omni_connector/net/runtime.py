@@ -203,7 +203,7 @@ def socket_path(folder: Path, name: str, *, kind: str = "") -> Path:
 
 
 def check_address(path: Path) -> None:
-    """Refuse an address that a peer names, unless it is that of an engine's socket.
+    """Refuse an address that a peer names, unless an engine's socket can have it.
 
     Raises:
         PeerRefusedError: it is another socket's, or the folder is not private.

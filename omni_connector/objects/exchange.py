@@ -57,7 +57,7 @@ Address = TypeVar("Address", bound=Hashable)
 
 
 class _Own(NamedTuple):
-    """The objects of this process, which are found and read as those of a `Peer`.
+    """The objects of this process. They are found and read like the objects of a `Peer`.
 
     Attributes:
         endpoint: of the arena that the objects lie in.
@@ -133,7 +133,7 @@ class Exchange(OmniConnector, Generic[Address]):
         self._lock = threading.Lock()
         self._own: _Own | None = None
         self._peers: dict[Address, Peer] = {}
-        # Peers of which a warning was logged, the latest one last.
+        # Peers that the log has warned of, the latest one last.
         self._warned: BoundedMap[Hashable, None] = BoundedMap(_MAX_PEERS)
         self._watch = Watch(self._let_go)
         # Held while the arena is made, so that it is made once.

@@ -176,7 +176,7 @@ class ObjectStore:
 
         What was there stays until the new object is complete, unless there is room for only one
         of them. Where room is short, objects are evicted that were read or are past their time to
-        live; the ones of which this has been so for longest go first.
+        live, beginning with the object for which this has been so for longest.
 
         Raises:
             ArenaFullError: there is no room; what was under the key is still there.

@@ -2,7 +2,7 @@
 """The KV that hangs on a request, and the part of it that each branch of guidance uses.
 
 With classifier-free guidance a diffusion model computes each step several times: for the prompt,
-and for branches such as `cfg_text` and `cfg_img`, whose KV comes as that of companion requests.
+and for branches such as `cfg_text` and `cfg_img`. The KV of branches comes with companion requests.
 Where ranks share these branches, rank 0 computes the prompt and rank i the i-th branch.
 
 KV is passed on in fields by name: those of the request, and as `sp.{name}` those of its
@@ -59,7 +59,7 @@ def apply(req: Any, fields: Fields) -> None:
 
 
 def roles_of(fields: Fields) -> list[str]:
-    """The branches of which there is KV, in the order of their ranks."""
+    """The branches that have KV, in the order of their ranks."""
     kept = _branch_map(fields, "cfg_branch_past_key_values")
     single = [
         name.removeprefix(PARAMS).removesuffix(_ENDS[0])

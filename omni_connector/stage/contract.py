@@ -32,7 +32,7 @@ def validate(payload: object, request_id: str, *, required: bool = False) -> Non
     Args:
         payload: request_id, layer_blocks, block_ids, metadata.
         request_id: the request that it must be of.
-        required: refuse a payload without a contract, too, as those that it was made of had one.
+        required: refuse a payload without a contract, too; its parts had one.
 
     Raises:
         ValueError: the message says what is missing, or does not fit.

@@ -2,8 +2,8 @@
 """What the ranks of a stage tell each other about a KV cache, over `torch.distributed`.
 
 One rank gives what it received to the others, as the bytes that `objects.codec` makes of it.
-Nothing is pickled. Ranks that receive for themselves agree whether all of them have it: if one
-computes without it, its collectives are not those of the others, and all hang until a watchdog
+Nothing is pickled. Ranks that receive for themselves agree whether all of them have it: a rank that
+computes without it would make other collectives than the rest, and all would hang until a watchdog
 kills them.
 """
 
@@ -126,7 +126,7 @@ class Distribution:
     ) -> memoryview:
         """Move bytes, first their number; without content they come from elsewhere."""
         where = _control_device(control, self.device)
-        # The leader may wait for those that it agrees with, each of them for the verdict.
+        # The leader may wait for the votes of other ranks, and those ranks for the verdict.
         limit = timedelta(seconds=3 * (self.patience + _SLACK_S))
         length = torch.tensor([0 if content is None else len(content)], device=where)
         move(length).wait(limit)

@@ -35,8 +35,8 @@ from omni_connector.stage.tp import ReceiveKey, Topology
 
 logger = logging.getLogger(__name__)
 
-# Connectors of which each rank listens, or connects, at a port of its own: ours, and those of
-# vLLM-Omni, under its name or as `vllm_omni.{name}`.
+# Connectors that listen, or connect, at a port for each rank: ours and vLLM-Omni's, by its name or
+# as `vllm_omni.{name}`.
 _RANKED_PORTS: Final = frozenset(
     {
         MOONCAKE_ENGINE,
@@ -289,8 +289,8 @@ class ConnectorLink:
     def cleanup(self, request_id: str) -> None:
         """Free what was put for a request.
 
-        The connector is told the keys themselves. It alone could not tell which requests those of
-        hooks are of.
+        The connector is told the keys themselves: it could not tell to which request the keys of a
+        hook belong.
         """
         with self._lock:
             connector = self._connector

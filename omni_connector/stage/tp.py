@@ -76,7 +76,7 @@ class Topology:
 
     @property
     def fan_in(self) -> int:
-        """How many senders' heads make up those of one receiver."""
+        """Number of senders whose heads one receiver joins."""
         return max(1, self.from_tp // self.to_tp)
 
     @property

@@ -71,8 +71,8 @@ class BlockStore(ABC):
         """Read entries into rows. See `put` for the arguments.
 
         Returns:
-            For each key whether exactly as many bytes arrived as asked for. If not, the row has any
-            content. No row changes after this has returned.
+            For each key whether exactly the bytes that were asked for arrived. If not, the row has
+            any content. No row changes after this has returned.
         """
 
     @abstractmethod

@@ -83,7 +83,7 @@ class FileCall:
         answers: one for each question.
         answered: how many questions have been dealt with.
         error: why no more questions are answered.
-        later: what is to be done when all is answered, and nobody waits for.
+        later: calls that are made when all is answered; nobody waits for them.
         given_up: nobody waits any more: nothing may be written to rows, or stored.
     """
 
@@ -466,7 +466,7 @@ def _for_each(
     rows: Rows,
     lengths: Sequence[int],
 ) -> list[_Question]:
-    """A question for each key, about as many bytes of its row as are asked for."""
+    """A question for each key, about the first `lengths` bytes of its row."""
     check_rows(keys, rows, lengths)
     return [
         partial(move, key, row[:length])

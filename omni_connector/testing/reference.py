@@ -86,8 +86,8 @@ class Answer:
     def require_same(self, reference: "Answer", *, tolerance: float = 0.0) -> None:
         """Raise AssertionError, naming the first difference, unless this is the reference.
 
-        Where the two take different tokens of which both say that they are equally likely, up to
-        the tolerance, either is right; what follows is then not compared.
+        If the two take different tokens, and both answers give the two tokens equal
+        log-probabilities up to the tolerance, either is right. The rest is then not compared.
 
         Args:
             tolerance: largest allowed difference of a log-probability; 0 means bit for bit.

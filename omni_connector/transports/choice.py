@@ -30,7 +30,7 @@ from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 
 logger = logging.getLogger("vllm.omni_connector.transports")
 
-# Most arenas of which it is remembered by which transport they are read. It bounds memory.
+# Most arenas whose transport is remembered. It bounds memory.
 _MAX_CHOSEN: Final = 4096
 
 ENTRY_POINT_GROUP: Final = "omni_connector.transports"

@@ -36,7 +36,7 @@ class ObjectModel(ObjectFixtures):
                 # Per sender: keys of what was got, the one got longest ago first.
                 self.got: list[list[str]] = [[], []]
                 # Per sender of a store: keys that it has put and not cleaned up. Another sender may
-                # have replaced the object, of which this one hears nothing.
+                # have replaced the object without its knowledge.
                 self.put_here: list[set[str]] = [set(), set()]
                 self.now = 0
 
