@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What takes long, and goes on in processes of its own, begins before the first test."""
+"""Fixtures that take long, in processes of their own, begin before the first test."""
 
 import pytest
 
 
 def begin(request: pytest.FixtureRequest, *names: str) -> None:
-    """Set up those of these fixtures of the session that any test of this run asks for.
+    """Set up each of these fixtures of the session that a test of this run asks for.
 
-    Not where processes share the tests: each has those of all, and would begin what is another's.
+    Nothing is set up if processes share the tests: each process sees all tests, and would set up
+    fixtures that only another one needs.
     """
     if hasattr(request.config, "workerinput"):
         return

@@ -57,9 +57,9 @@ class Names:
     """What the code has.
 
     Attributes:
-        words: identifiers, wherever they are defined or used, and those within texts of the code.
+        words: identifiers, wherever they are defined or used, also within strings of the code.
         options: of command lines.
-        threads: their names, and those of programs that are called alike.
+        threads: names of threads, and of programs with such names.
         members: of classes by name: what their bodies and their `self` have.
         bases: of classes by name.
         modules: what modules define, by their name without folders.

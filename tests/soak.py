@@ -29,7 +29,7 @@ from omni_connector.testing.reference import LOGPROBS, ROUNDING, Answer
 
 BLOCK: Final = 128
 MOST_TOKENS: Final = 32
-"""Tokens of the longest answer; those of the references have so many."""
+"""Tokens of the longest answer, and of each reference."""
 MAX_MODEL_LEN: Final = 2048
 SLOT_BYTES: Final = BLOCK * 4096  # of the model `llama`
 KV_CACHE_BYTES: Final = 24 * SLOT_BYTES
@@ -62,7 +62,7 @@ _Series = dict[str, list[int]]
 
 
 def make_prompts(families: int, each: int, seed: int = 0) -> list[list[int]]:
-    """Token ids of prompts, of which those of a family begin with the same blocks."""
+    """Token ids of prompts. The prompts of a family begin with the same blocks."""
     draw = random.Random(seed)
     prompts = []
     for _ in range(families):

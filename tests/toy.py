@@ -272,7 +272,7 @@ class Mind:
         self._full.update(content)
 
     def step(self, token_id: int) -> list[bytes]:
-        """One position: what is to be stored for it, by group."""
+        """Compute one position; returns what it stores, by group."""
         hasher = self._full.copy()
         for seen in self._seen:
             hasher.update(seen if isinstance(seen, bytes) else b"".join(seen))
@@ -294,7 +294,7 @@ class Mind:
         return drawn
 
     def steps(self, token_ids: Sequence[int]) -> list[list[bytes]]:
-        """The last positions: what is to be stored for each. Only `token` may be asked after it.
+        """Compute the last positions; returns what each stores. Only `token` may be called then.
 
         Engines are given the same prompts again and again: what was drawn from the same bytes is
         remembered.

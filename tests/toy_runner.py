@@ -25,8 +25,8 @@ class _Row:
     tables: list[list[int]]
     drafts: list[int] = field(default_factory=list)
     allowed: list[int] = field(default_factory=list)  # answers; all where there are none
-    # Positions of which the drafter has what it keeps; and those that others have computed, and
-    # that are to be looked at.
+    # Positions whose drafter's KV is there; and positions that others have computed, which are
+    # still to be compared.
     drafted: int = 0
     unseen: int = 0
 
@@ -266,7 +266,7 @@ class ToyRunner:
                 put.cache[put.place] = put.content
 
     def drafter_differs(self, request_id: str, position: int, computed: int, found: bytes) -> None:
-        """Called with each position of which others have kept something else for the drafter.
+        """Called for each position whose drafter's KV differs from the one that others have kept.
 
         Args:
             computed: positions that others have computed.

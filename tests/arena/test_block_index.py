@@ -122,7 +122,7 @@ def test_a_block_whose_bucket_is_full_is_a_miss_until_it_is_added_again(
 CROWDED = [
     high << 62 | middle << 7 | low for high in (0, 3) for middle in range(7) for low in (1, 127)
 ]
-"""Tags of two buckets, half of which have the same fingerprints there."""
+"""Tags of two buckets; in each bucket half of them have the same fingerprints."""
 
 
 class Model(RuleBasedStateMachine):

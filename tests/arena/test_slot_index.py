@@ -23,7 +23,7 @@ BLOCKS = 4096
 
 
 class Looked(bytes):
-    """A key that counts how often one is looked up, of which its length is asked before."""
+    """A key that counts look-ups of keys: a look-up asks for the length first."""
 
     number = 0
 

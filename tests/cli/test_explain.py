@@ -139,7 +139,7 @@ def test_a_prompt_of_too_many_tokens_is_called_so(
 
 
 class ManyGroups:
-    """Answers for an engine with many groups of many blocks, of which the store has some.
+    """Answers for an engine with many groups of many blocks; the store has some of them.
 
     Args:
         engine: answers the rest.

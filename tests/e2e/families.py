@@ -90,8 +90,8 @@ FAMILIES = (
         "Qwen3-Next",
         "qwen3_next",
         "gated delta net and full attention",
-        # Its kernels on CPUs know no other. The prefill engine leaves the last token to the decode
-        # engine, so that its passes are those of the reference.
+        # Its kernels on CPUs know no other dtype. The prefill engine leaves the last token to the
+        # decode engine, so that both compute in the same passes as the reference.
         dtype="bfloat16",
         exactness=0.0,
         rounding=None,

@@ -198,7 +198,7 @@ class Pool:
         return Member(engine, probe, groups)
 
     def take(self, *wanted: tuple[str, str, str], **settings: Any) -> list[Member]:
-        """Running engines by (configuration, recipe, name); those of other names are others.
+        """Running engines by (configuration, recipe, name); another name is another engine.
 
         They are started together where they are not running yet. A test of a model that this vLLM
         does not compute is skipped.

@@ -62,7 +62,7 @@ class KVProbe:
         for layers in self._probe_layers().values():
             for tensor in layers:
                 view = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-                if view in spoiled:  # it is that of a layer of another group too
+                if view in spoiled:  # a layer of another group has it, too
                     continue
                 spoiled.add(view)
                 *rows, width = tensor.shape

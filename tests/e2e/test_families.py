@@ -77,7 +77,7 @@ def engines_of(family: Family) -> list[tuple[str, str, str]]:
 
 
 def family_after(test: pytest.Item, family: Family) -> Family | None:
-    """That of the tests of this file that come after those of this family."""
+    """The family whose tests come next in this file; None after the last."""
     items = test.session.items
     later = (item for item in items[items.index(test) :] if item.path == test.path)
     others = (item.callspec.params["family"] for item in later)  # type: ignore[attr-defined]

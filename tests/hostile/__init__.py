@@ -41,12 +41,12 @@ PARSERS: Final = (
     "settings.hints",
     "settings.object_keys",
 )
-"""Module here, and function in it. Those of `payloads` need torch, those of `loads` and `engines`
-vLLM."""
+"""Module here, and function in it. Functions of `payloads` need torch, those of `loads` and
+`engines` need vLLM."""
 
 FOLLOWED: Final = frozenset(name for name in PARSERS if name.startswith(("channels", "loads")))
-"""Those that go on through sockets, threads and waits to what follows from a message. They are
-slower, and their messages are those of the others."""
+"""Parsers that go on through sockets, threads and waits to what follows from a message. They are
+slower, and get the same messages as the others."""
 
 
 def opened(name: str) -> AbstractContextManager[Parser]:

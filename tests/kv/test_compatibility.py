@@ -124,8 +124,8 @@ def test_a_key_travels(key: CompatibilityKey) -> None:
 def test_keys_and_shapes_go_to_workers_whatever_modules_there_are(
     value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM pickles what its workers are told. pickle looks for UNSET in all modules, and those of
-    transformers cannot be looked at where torchvision is missing."""
+    """vLLM pickles what its workers are told. pickle looks for UNSET in all modules, and modules of
+    transformers raise when they are looked at without torchvision."""
 
     class Module(types.ModuleType):
         def __getattr__(self, name: str) -> object:

@@ -230,7 +230,7 @@ def test_depth_up_to_the_limit_arrives() -> None:
 
 
 def test_deep_recursion_elsewhere_does_not_matter() -> None:
-    """What could be sent can be received: the limit is that of objects, not of the stack."""
+    """What could be sent can be received: objects have a limit of their own, not the stack's."""
 
     def at_depth(n: int) -> Any:
         return at_depth(n - 1) if n else there_and_back(DEEP[0])

@@ -27,7 +27,7 @@ class Worker:
 
     Attributes:
         attached: the addresses of the arenas that it has attached.
-        asked: those that it was asked for.
+        asked: the addresses that it was asked to attach.
         broken: whether it raises.
     """
 

@@ -35,12 +35,12 @@ class Told:
         self.copied = []
 
     def keep(self, keys):
-        """Blocks fill, and those that get a slot are copied there."""
+        """Blocks fill; if they get a slot they are copied there."""
         self.begin(keys)
         self.end()
 
     def begin(self, keys):
-        """Blocks fill, and copies begin of those that get a slot."""
+        """Blocks fill; if they get a slot their copies begin."""
         self.changes.filled("a", 0, [(i, key, key) for i, key in enumerate(keys)])
         self.copied.append(self.pool.keep(0, keys, len(keys)).slots)
 

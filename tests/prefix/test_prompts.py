@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What names a prompt's blocks, and how far a prefix reaches of which some blocks are held."""
+"""What names a prompt's blocks, and how far a prefix reaches if some of its blocks are held."""
 
 from types import SimpleNamespace
 from typing import Any

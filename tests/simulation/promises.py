@@ -19,7 +19,7 @@ from tests.simulation.engines.engine import SimulatedEngine
 from tests.simulation.hints import NO_WISH, Wish
 from tests.simulation.surroundings.world import Violation
 
-# Of a block's hash, so many bytes are in the header of its slot, after those that name the group.
+# Bytes in the header of a slot: first of the group's name, then of the block's hash.
 _GROUP_BYTES: Final = 8
 _HASH_BYTES: Final = 24
 
@@ -93,12 +93,12 @@ class Promises:
         self._filled: Counter[tuple[str, int]] = Counter()  # blocks that were looked at
         self._went_on: set[str] = set()  # requests that a reset has come in between
         self._asked: set[int] = set()  # tags of all blocks that were to be pinned since the reset
-        self._pinned: set[int] = set()  # tags of those that are
+        self._pinned: set[int] = set()  # tags of pinned blocks
         self._privileged: set[int] = set()  # slots that had a privilege after the step before
         self._pins: dict[bytes, _Pin] = {}  # by what is in the header of the slot
         self._handed: dict[int, int] = {}  # slots that hand-offs took, and in which generation
         self._seen: Mapping[int, bytes] = {}
-        # Blocks that wait until earlier copies have ended: whose they are, and of which group.
+        # Blocks that wait until earlier copies have ended, with their request and group.
         self._late: list[tuple[str, Wish, int, list[bytes]]] = []
 
     def look(self, half: Any, names: Mapping[int, bytes], stored: Iterable[str]) -> None:

@@ -185,7 +185,7 @@ def main(kind: str, rank: int, world: int, meeting: str) -> None:
     line = [t.tolist() for t in got["t"]] + [list(got["e"].shape), str(got["e"].dtype), got["n"]]
     print(json.dumps([line, got["t"][1] is got["t"][2]]))
     sys.stdout.flush()
-    # The rank that would receive dies; those that wait are told by the group.
+    # The rank that would receive dies; the group tells the ranks that wait.
     if rank == 0:
         os._exit(9)
     try:

@@ -430,7 +430,7 @@ class InProcessEngine:
         return output
 
     def wait_for_copies(self) -> None:
-        """With `instant_copies`, let those of this step end."""
+        """With `instant_copies`, wait until the copies of this step have ended."""
         if self.instant_copies:
             wait(lambda: all(map(inspection.copies_ended, self.worker_halves)))
 
@@ -600,7 +600,7 @@ def slots(count: int) -> dict[str, float]:
 
 
 def connector_threads() -> set[threading.Thread]:
-    """Threads of engines that run, without those that live as long as the process, or as metrics
+    """Running threads of engines, without threads that live as long as the process, or as metrics
     that pytest keeps to the end of a test."""
     ours = (thread for thread in threading.enumerate() if thread.name.startswith("omni-"))
     return {thread for thread in ours if not thread.name.startswith(_LASTING)}

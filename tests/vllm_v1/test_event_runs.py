@@ -125,7 +125,7 @@ class Subscriber:
 
 
 class Place:
-    """An arena of so many slots, and a store, of which is told."""
+    """An arena and a store whose events are published."""
 
     def __init__(self, slots, index, made):
         self.pool = SlotPool(slots)

@@ -43,7 +43,7 @@ def misses(engine):
 
 
 def happens(engine, tokens, salt=None):
-    """Tokens by source, and those that are missed by cause, of a request with this prompt."""
+    """Tokens by source, and missed tokens by cause, of a request with this prompt."""
     before, missed = {name: engine.count(name) for name in COUNTERS.values()}, misses(engine)
     engine.generate(tokens, salt=salt)
     assert_clean(engine)

@@ -129,7 +129,7 @@ def test_a_chain_of_engines_passes_the_same_prompt_on(engine, tokens):
 
 
 def test_blocks_that_depend_on_later_tokens_are_nobody_elses(engine, monkeypatch):
-    """As those of models that attend to all of a prompt: vLLM turns its prefix caching off."""
+    """As in models that attend to all of a prompt: vLLM turns its prefix caching off."""
 
     def non_causal(*args, **kwargs):
         config = kv_cache_config(*args, **kwargs)

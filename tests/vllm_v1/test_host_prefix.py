@@ -32,7 +32,7 @@ GONE = PeerUnreachableError("it is not attached")
 
 @pytest.fixture
 def sharer(engine):
-    """Makes engines that share their prefixes, each of which has met those before it."""
+    """Makes engines that share their prefixes; each has met the engines before it."""
     made = []
 
     def make(role="kv_both", extra=None, **options):
@@ -356,7 +356,7 @@ def test_an_arena_stays_attached_where_only_a_slot_was_another_or_wrong(sharer, 
         if wrong == "bytes":
             first.arena().slots[:] ^= 0x10
         else:
-            # As many as evict also blocks of which a neighbour has said that it reads them.
+            # Enough to evict even blocks that a neighbour has told it reads.
             for seed in range(8):
                 publish(first, prompt(4 * BLOCK, seed=seed))
         held.open()
@@ -619,7 +619,7 @@ LONG = prompt(20 * BLOCK)
 
 @pytest.fixture
 def small(sharer):
-    """Makes engines of 41 KV blocks, of which copies may hold ten; their own cache has `LONG`, and
+    """Makes engines of 41 KV blocks; copies may hold ten of them. Their own cache has `LONG`, and
     their arena has nothing."""
 
     def make(tokens=LONG, **options):
@@ -633,7 +633,7 @@ def small(sharer):
 
 
 def ask(engine, params, tokens=LONG, **options):
-    """Have an engine compute a prompt, all of which it has, while no copy ends; the copier."""
+    """Have an engine compute a prompt that it has, while no copy ends; returns the copier."""
     held = engine.hold(saves=True)
     request_id = engine.submit(tokens, params=params, **options)
     engine.run(lambda: engine.done(request_id))

@@ -31,7 +31,7 @@ TYPES = {kind: kind for kind in (Counter, Gauge, Histogram)}
 
 
 class Told:
-    """A gauge of which only the value is of interest."""
+    """A gauge that has only a value."""
 
     value: float = -1
 

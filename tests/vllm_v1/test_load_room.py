@@ -17,7 +17,7 @@ def handed_off(prefill, lengths):
 
 
 LOADED = {"full": 8, "window and full": 11, "all three": 12}
-"""Blocks that a load of eight times as many tokens as a block has takes, of all groups."""
+"""Blocks of all groups that a load of eight blocks' tokens takes."""
 
 
 @pytest.mark.parametrize("family", LOADED)

@@ -35,7 +35,7 @@ PROMPT = prompt(90)
 
 
 def mappings() -> int:
-    """Mappings of arenas in this process, those of owners among them."""
+    """Mappings of arenas in this process, also their owners' own."""
     return Path("/proc/self/maps").read_text().count("omni-connector-arena")
 
 
@@ -183,7 +183,7 @@ def endpoint(address: str = "a", epoch: bytes = b"e") -> tuple[Endpoint, ...]:
 
 
 class Kept:
-    """`PeerArenas` of which nothing happens by itself."""
+    """`PeerArenas` in which nothing happens by itself."""
 
     def __init__(self, supports_mapping: bool = True, keeps_orphans: bool = False) -> None:
         self.clock = FakeClock()

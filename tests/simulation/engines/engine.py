@@ -359,8 +359,8 @@ class SimulatedEngine(Actor):
         return None
 
     def _to_abort(self) -> list[str]:
-        """In the middle of a step not those that are still to be added. vLLM tells of an abort a
-        second time, behind the request."""
+        """The aborts to tell the scheduler. In the middle of a step, requests that are still to be
+        added are left out: vLLM tells of an abort a second time, behind the request."""
         if not self._inputs:
             return self._aborts
         return [each for each in self._aborts if each in self.scheduler.requests]
@@ -535,7 +535,7 @@ class Unoccupied:
 
 
 def _errors_last(out: EngineCoreOutput) -> tuple[bool, str]:
-    """vLLM tells of errors in the order of a set of request ids; here it is that of the ids."""
+    """vLLM tells of errors in the order of a set of request ids; here they are sorted."""
     failed = out.finish_reason is FinishReason.ERROR
     return failed, out.request_id if failed else ""
 

@@ -90,7 +90,7 @@ Connect = Callable[..., MooncakeTransport]
 
 
 class Fake:
-    """An engine that makes the reads that are polled for as those that are waited for."""
+    """An engine that makes polled reads at once, like blocking ones."""
 
     def __init__(self) -> None:
         self.codes: list[int] = []
@@ -226,7 +226,7 @@ def test_memory_of_failed_reads_is_bounded(
 
 
 class Memory(Fake):
-    """An engine whose reads fill the memory, and of which those named fail after that."""
+    """An engine whose reads fill the memory; the reads with these numbers then fail."""
 
     def __init__(self, *fails: int) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def test_of_a_large_read_that_fails_only_the_failed_part_counts(
 
 
 class Silent(Memory):
-    """An engine whose polled reads do not end, of which the named ones do not even begin."""
+    """An engine whose polled reads do not end; the named ones do not even begin."""
 
     def batch_transfer_async_read(self, *arguments: Any) -> int:
         self.codes.append(0)
@@ -672,9 +672,9 @@ def test_a_peer_that_stands_still_is_given_up() -> None:
 
 
 def free_range(count: int) -> tuple[int, int]:
-    """The first and the last of so many ports in a row that nobody has.
+    """The first and the last of `count` free ports in a row.
 
-    Mooncake keeps to a range below those that the system gives out.
+    Mooncake keeps to a range below the ports that the system gives out.
     """
     for first in range(15990, 30000, count):
         try:
