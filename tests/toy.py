@@ -321,6 +321,13 @@ class Mind:
         return 3 + int.from_bytes(hasher.digest(), "little") % (VOCAB - 3)
 
 
+def embedded(embeds: torch.Tensor) -> list[int]:
+    """What the toy reads in the place of token ids: one number for each embedding."""
+    rows = embeds.contiguous().view(torch.uint8).numpy()
+    digests = (hashlib.blake2b(row.tobytes(), digest_size=4).digest() for row in rows)
+    return [int.from_bytes(each, "little") for each in digests]
+
+
 @functools.lru_cache(maxsize=20_000)
 def drafters_kv(weights: bytes, token_ids: tuple[int, ...], size: int) -> bytes:
     """What a drafter keeps of a position: of the tokens up to it, and of some after it.

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, MLAAttentionSpec
 from vllm.v1.outputs import DraftTokenIds
 
-from tests.toy import HEADS, MAX_LENGTH, Mind, drafters_kv, kinds_of
+from tests.toy import HEADS, MAX_LENGTH, Mind, drafters_kv, embedded, kinds_of
 
 
 @dataclass(slots=True)
@@ -29,6 +29,7 @@ class _Row:
     # still to be compared.
     drafted: int = 0
     unseen: int = 0
+    prompt: list[int] = field(default_factory=list)  # what it reads of one with embeddings
 
 
 @dataclass(slots=True)
@@ -296,12 +297,14 @@ class ToyRunner:
             tables = [list(ids) for ids in new.block_ids]
             sampling, computed = new.sampling_params, new.num_computed_tokens
             allowed = list((sampling and sampling.allowed_token_ids) or ())
+            prompt = _with_embeddings(new)
             self._rows[new.req_id] = _Row(
-                list(new.prompt_token_ids or ()),
+                list(prompt or new.prompt_token_ids or ()),
                 tables,
                 allowed=allowed,
                 drafted=computed,
                 unseen=computed,
+                prompt=prompt,
             )
         cached = step.scheduled_cached_reqs
         for request_id, block_ids, computed in zip(
@@ -310,6 +313,7 @@ class ToyRunner:
             row = self._rows[request_id]
             if request_id in cached.resumed_req_ids:
                 row.token_ids = list(cached.all_token_ids[request_id])
+                row.token_ids[: len(row.prompt)] = row.prompt
                 row.tables = [[] for _ in row.tables]
                 row.drafted = row.unseen = computed
             for table, ids in zip(row.tables, block_ids or (), strict=False):
@@ -405,6 +409,21 @@ class ToyRunner:
         for cache in self._layers:
             noise = draw.bytes(len(blocks) * math.prod(cache.shape[1:]))
             cache[blocks] = np.frombuffer(noise, np.uint8).reshape(-1, *cache.shape[1:])
+
+
+def _with_embeddings(new: NewRequestData) -> list[int]:
+    """What the toy reads of a prompt that has embeddings; nothing of one that has none.
+
+    As in vLLM, where token ids are given, a mask says which of them embeddings replace.
+    """
+    embeds, token_ids = new.prompt_embeds, new.prompt_token_ids
+    is_token = getattr(new, "prompt_is_token_ids", None)
+    if embeds is None or (token_ids is not None and is_token is None):
+        return []
+    found = embedded(embeds)
+    if token_ids is None or is_token is None:
+        return found
+    return [token if own else it for token, own, it in zip(token_ids, is_token, found, strict=True)]
 
 
 class WrongBytes(AssertionError):

@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Hashable, Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from omni_connector.handoff.messages import DigestKind
 
@@ -26,6 +28,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         tokens_ahead: tokens after a block that its KV depends on; see `block_names`.
         named_tokens: tokens whose KV is what names of blocks say; None: all.
         by_tokens: whether other engines may have other block hashes for the same KV.
+        embeddings: uint8 `(tokens, bytes)`, what the model reads in place of tokens; None where the
+            prompt is tokens alone. vLLM's block hashes cover them. `extra` has their dtype.
     """
 
     token_ids: Sequence[int]
@@ -36,10 +40,11 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     tokens_ahead: int = 0
     named_tokens: int | None = None
     by_tokens: bool = False
+    embeddings: NDArray[np.uint8] | None = None
 
     def digest(self, kind: DigestKind) -> bytes:
-        """32 bytes: of `extra`, and of all tokens (`tokens`), or of the hashes of the full blocks
-        and the tokens after them (`blocks`)."""
+        """32 bytes: of `extra`, and of all tokens and embeddings (`tokens`), or of the hashes of
+        the full blocks and the tokens and embeddings after them (`blocks`)."""
         hasher = hashlib.blake2b(digest_size=32, person=b"omni-prompt-1")
         full = self._full_blocks if kind == "blocks" else 0
         covered = full * self.hash_block_size
@@ -49,6 +54,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         extra = [text.encode("utf-8", "surrogatepass") for text in self.extra]
         head = (kind, self.num_tokens, covered, extra)
         hasher.update(rest.tobytes())
+        hasher.update(self._embedded_from(covered))
         hasher.update(msgspec.msgpack.encode(head))
         return hasher.digest()
 
@@ -57,8 +63,16 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         full = self._full_blocks
         if not full:
             return self.digest("tokens")
-        tail = tuple(self.token_ids[full * self.hash_block_size : self.num_tokens])
-        return self.num_tokens, bytes(self.block_hashes[full - 1]), tail, self.extra
+        covered = full * self.hash_block_size
+        tail = tuple(self.token_ids[covered : self.num_tokens])
+        embedded = hashlib.blake2b(self._embedded_from(covered), digest_size=32).digest()
+        return self.num_tokens, bytes(self.block_hashes[full - 1]), tail, embedded, self.extra
+
+    def _embedded_from(self, first: int) -> bytes:
+        """The embeddings of the tokens from `first` on; none where the prompt has none."""
+        return (
+            b"" if self.embeddings is None else self.embeddings[first : self.num_tokens].tobytes()
+        )
 
     @property
     def _full_blocks(self) -> int:

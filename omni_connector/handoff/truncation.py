@@ -45,10 +45,12 @@ def truncate(request: Any, params: Mapping[str, Any], tokens_left: int, *, draft
         drafts: whether a drafter computes its KV of the last token from the answer to the shortened
             prompt. Then the answer has to be the first token that is left.
     """
-    assert request.prompt_token_ids is not None
-    follows = request.prompt_token_ids[-tokens_left]
+    follows = request.all_token_ids[-tokens_left]
     # In an engine of one process the list is the caller's, and serves each of n answers.
-    request.prompt_token_ids = request.prompt_token_ids[:-tokens_left]
+    for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+        part = getattr(request, name, None)
+        if part is not None:  # a prompt of embeddings may have no token ids
+            setattr(request, name, part[:-tokens_left])
     del request._all_token_ids[-tokens_left:]
     request.num_prompt_tokens -= tokens_left
     if drafts and request.sampling_params is not None:

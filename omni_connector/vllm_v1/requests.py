@@ -2,8 +2,10 @@
 """What the scheduler half reads of vLLM's requests, and what it changes of them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -38,15 +40,21 @@ def prompt_of(
 ) -> Prompt | None:
     """The first `num_tokens` tokens of a request's prompt, as peers compare them.
 
-    None where the prompt consists of embeddings and has no token ids.
+    None where the prompt consists of embeddings, and a drafter reads the tokens in their place.
 
     Args:
         hash_block_size: tokens that each of the request's block hashes stands for.
         adapter: digest of what the request's LoRA adapter contains; "" without one.
         tokens_ahead: tokens after a position that its KV depends on.
     """
-    tokens = request.prompt_token_ids
-    if tokens is None or request.prompt_embeds is not None:
+    tokens: Sequence[int] | None = request.prompt_token_ids
+    embeds = request.prompt_embeds
+    if embeds is not None:
+        if tokens_ahead:
+            return None
+        # vLLM takes 0 for the tokens in the place of embeddings, as its block hashes do.
+        tokens = request.all_token_ids[:num_tokens]
+    if tokens is None:
         return None
     extra = [f"salt={request.cache_salt}"] if request.cache_salt is not None else []
     if adapter:
@@ -54,6 +62,11 @@ def prompt_of(
     for feature in request.mm_features:
         place = feature.mm_position
         extra.append(f"mm={feature.identifier}@{place.offset}+{place.length}")
+    if embeds is not None:
+        extra.append(f"embeddings={embeds.dtype}")
+    if (is_token := getattr(request, "prompt_is_token_ids", None)) is not None:  # from 0.32 on
+        chosen = blake2b(bytes(is_token[:num_tokens]))
+        extra.append(f"tokens_among_embeddings={chosen.hexdigest()}")
     if tokens_ahead:
         extra.append(f"next={tokens[num_tokens : num_tokens + tokens_ahead]}")
     return Prompt(
@@ -64,6 +77,7 @@ def prompt_of(
         extra=tuple(extra),
         tokens_ahead=tokens_ahead,
         by_tokens=bool(adapter),  # vLLM's hashes name an adapter by its path, not its content
+        embeddings=None if embeds is None else embeds.contiguous().view(torch.uint8).numpy(),
     )
 
 

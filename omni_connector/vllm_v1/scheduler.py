@@ -72,6 +72,8 @@ logger = init_logger("vllm.omni_connector.scheduler")
 
 _ASK_AGAIN: Final = (None, False)
 
+_NO_TOKENS: Final = "its prompt is given as embeddings, and the drafter reads tokens"
+
 
 class OmniScheduler:
     """The part of the connector that lives beside vLLM's scheduler.
@@ -198,7 +200,9 @@ class OmniScheduler:
                 self._sender.add(request, Prompt(token_ids=(), num_tokens=0), "adapter_unknown")
             return
         self._follow_params(request, adapter)
-        if self._shared is not None and not request.resumable:  # a session's tokens may change
+        # A session's tokens may change, and those in the place of embeddings name no drafter's KV.
+        named = request.prompt_embeds is None or not self._tokens_ahead
+        if self._shared is not None and named and not request.resumable:
             truncated = self._stops_early and wants_handoff(request.kv_transfer_params or {})
             self._shared.add(request, stops_early=truncated, adapter=adapter)
 
@@ -236,7 +240,7 @@ class OmniScheduler:
         prompt = self._prompt(request, num_tokens, adapter)
         if prompt is None:
             receiver.reject(remote)
-            raise BadParamsError("prompt_embeds", "the prompt has no token ids")
+            raise BadParamsError("prompt_embeds", _NO_TOKENS)
         if prompt.num_tokens > 0:
             receiver.add(request, remote, prompt)
             self._trace.begin(request.request_id, "lease")
@@ -259,7 +263,7 @@ class OmniScheduler:
         if prompt is None:
             self._stats.fail("prompt_embeds")
             logger.warning(
-                "Request %s is not handed off: its prompt has no token ids", request.request_id
+                "Request %s is not handed off (prompt_embeds: %s)", request.request_id, _NO_TOKENS
             )
             sender.add(request, Prompt(token_ids=(), num_tokens=0), refusal="prompt_embeds")
             return

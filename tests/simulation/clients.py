@@ -401,7 +401,7 @@ class Clients(Deployment):
             or session
             or answers > 1
             or options != first  # the two requests differ
-            or inputs != NOTHING
+            or inputs.adapter > 0
             or prefill_how is not PLAIN
             or decode_how is not PLAIN,
         )

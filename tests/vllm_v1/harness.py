@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -131,6 +132,8 @@ class InProcessEngine:
         events: `--kv-events-config`.
         weights: of the toy; the file in `model` should hold the same.
         hashes_files: whether it makes the digest of all bytes of its files.
+        thinking: the token that opens the model's thoughts and the one that closes them, as
+            `--reasoning-parser` tells them.
         drafter, drafts: of `toy.drafting`; with a drafter that has KV, `family` is of
             `toy.DRAFTED`.
     """
@@ -162,6 +165,7 @@ class InProcessEngine:
         events: KVEventsConfig | None = None,
         weights: bytes = b"",
         hashes_files: bool = False,
+        thinking: tuple[int, int] | None = None,
         drafter: str = "",
         drafts: int = 0,
     ) -> None:
@@ -202,6 +206,11 @@ class InProcessEngine:
         )
         self._hashes_files = hashes_files
         self.config.cache_config.prefix_caching_hash_algo = hash_algorithm
+        if thinking is not None:
+            start, end = thinking
+            self.config.reasoning_config = SimpleNamespace(
+                reasoning_start_token_ids=[start], natural_reasoning_end_token_ids=[end]
+            )
         if drafter:
             self.config.speculative_config = drafting(self.config, drafter, drafts)
         self.config.kv_events_config = events
@@ -319,8 +328,15 @@ class InProcessEngine:
         prompt_logprobs: int | None = None,
         lora: LoRARequest | None = None,
         xargs: dict[str, Any] | None = None,
+        embeds: torch.Tensor | None = None,
+        is_token: list[bool] | None = None,
     ) -> Request:
-        """What a client asks."""
+        """What a client asks.
+
+        Args:
+            embeds: one row for each token of the prompt, read in its place; all of them without
+                `is_token`, which says of each token whether it is read itself.
+        """
         request_id = request_id or f"request-{next(_numbers)}"
         extra = dict(xargs or {})
         if params is not None:
@@ -332,14 +348,19 @@ class InProcessEngine:
             extra_args=extra or None,
             prompt_logprobs=prompt_logprobs,
         )
+        if embeds is not None:
+            more = {"prompt_embeds": embeds, "prompt_is_token_ids": is_token}
+        else:
+            more = {}
         return Request(
             request_id=request_id,
-            prompt_token_ids=list(prompt),
+            prompt_token_ids=None if embeds is not None and is_token is None else list(prompt),
             sampling_params=sampling,
             pooling_params=None,
             cache_salt=salt,
             lora_request=lora,
             block_hasher=self.hasher,
+            **more,
         )
 
     def load_adapter(self, lora: LoRARequest) -> None:

@@ -34,12 +34,12 @@ INPUTS: Final = (
         ),
     ),
     mutant(
-        "embeddings are taken for tokens",
-        "a prompt of embeddings is handed off by the tokens in their place",
+        "embeddings are not compared",
+        "where block hashes are not compared, a hand-off of other embeddings is loaded",
         (
-            "omni_connector.vllm_v1.requests",
-            "    if tokens is None or request.prompt_embeds is not None:",
-            "    if tokens is None:",
+            "omni_connector.handoff.prompt",
+            "        hasher.update(self._embedded_from(covered))\n",
+            "",
         ),
     ),
     mutant(

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts given as embeddings: handed off and shared by what they are, not by the tokens that vLLM
+puts in their place. What the toy stores for a position depends on every byte of its embedding.
+"""
+
+import pytest
+import torch
+
+from tests.toy import BLOCK, FAMILIES
+
+from .harness import HANDOFF, assert_clean
+
+pytestmark = pytest.mark.vllm
+
+LENGTHS = (2, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
+LENGTH = 3 * BLOCK + 5
+SHARES = {"share": True, "admission": "all"}
+
+of_all = pytest.mark.parametrize("family", FAMILIES)
+
+
+def embeds(length: int = LENGTH, seed: int = 0) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randn((length, 8), generator=draw).to(torch.bfloat16)
+
+
+def other_at(place: int, of: torch.Tensor) -> torch.Tensor:
+    """The same but for the smallest change of one number."""
+    changed = of.clone()
+    changed.view(torch.int16)[place, -1] ^= 1
+    return changed
+
+
+def hand_off(prefill, decode, prompt, asked=None, count=6, **options):
+    """The tokens of a hand-off; `asked` is the decode engine's prompt, where it is another one."""
+    given = {"embeds": prompt, **options}
+    params = prefill.generate([0] * len(prompt), 1, HANDOFF, **given).params
+    given = {"embeds": prompt if asked is None else asked, **options}
+    return decode.generate([0] * len(prompt), count, params, **given).tokens
+
+
+@of_all
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_prompt_of_embeddings_is_handed_off(engine, family, length):
+    prefill = engine("kv_producer", family=family)
+    decode = engine("kv_consumer", family=family)
+    prompt = embeds(length)
+    right = engine(None, family=family).generate([0] * length, 6, embeds=prompt).tokens
+    assert hand_off(prefill, decode, prompt) == right
+    # A chunk that ends with the hand-off is read by no later token.
+    unread = family == "chunk" and length == BLOCK + 1
+    assert decode.count("tokens_loaded") == (0 if unread else length - 1)
+    assert not prefill.failures()
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("family", ["full", "window and full"])
+def test_a_connector_that_moves_nothing_is_noticed(engine, family):
+    prefill = engine("kv_producer", family=family)
+    decode = engine("kv_consumer", family=family, connector="NoOpConnector")
+    prompt = embeds()
+    right = engine(None, family=family).generate([0] * LENGTH, 6, embeds=prompt).tokens
+    assert hand_off(prefill, decode, prompt) != right
+
+
+@of_all
+@pytest.mark.parametrize("place", [0, BLOCK, LENGTH - 2], ids=["first", "second", "tail"])
+@pytest.mark.parametrize("block_size", [BLOCK, 2 * BLOCK], ids=["by hashes", "by all of them"])
+def test_one_other_number_makes_another_prompt(engine, family, place, block_size):
+    prefill = engine("kv_producer", family=family)
+    decode = engine("kv_consumer", family=family, block_size=block_size)
+    prompt = embeds()
+    asked = other_at(place, prompt)
+    right = engine(None, family=family).generate([0] * LENGTH, 6, embeds=asked).tokens
+    assert hand_off(prefill, decode, prompt, asked) == right
+    assert decode.failures() == {"other_prompt": 1}
+    # Of the last one, which the decode engine computes, nothing is handed off.
+    asked = other_at(LENGTH - 1, prompt)
+    right = engine(None, family=family).generate([0] * LENGTH, 6, embeds=asked).tokens
+    assert hand_off(prefill, decode, prompt, asked) == right
+    assert decode.failures() == {"other_prompt": 1}
+
+
+@pytest.mark.parametrize("family", ["full", "window and full", "state and full"])
+@pytest.mark.parametrize("place", [3, LENGTH - 3], ids=["in a block", "in the tail"])
+def test_tokens_among_embeddings(engine, family, place):
+    prefill = engine("kv_producer", family=family)
+    decode = engine("kv_consumer", family=family)
+    tokens, prompt = list(range(100, 100 + LENGTH)), embeds()
+    is_token = [number % 5 == 0 for number in range(LENGTH)]
+    given = {"embeds": prompt, "is_token": is_token}
+    reference = engine(None, family=family)
+    params = prefill.generate(tokens, 1, HANDOFF, **given).params
+    right = reference.generate(tokens, 6, **given).tokens
+    assert decode.generate(tokens, 6, params, **given).tokens == right
+    assert decode.count("tokens_loaded") == LENGTH - 1
+    # At one place a token is read, and not the embedding, which vLLM's hashes do not tell.
+    swapped = [own ^ (number == place) for number, own in enumerate(is_token)]
+    zeros = torch.zeros_like(prompt)
+    tokens = [0] * LENGTH
+    given = {"embeds": zeros, "is_token": is_token}
+    params = prefill.generate(tokens, 1, HANDOFF, **given).params
+    given = {"embeds": zeros, "is_token": swapped}
+    decode.generate(tokens, 6, params, **given)
+    assert decode.failures() == {"other_prompt": 1}
+
+
+def test_a_decode_engine_that_is_given_tokens_instead_computes_them(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    params = prefill.generate([0] * LENGTH, 1, HANDOFF, embeds=embeds()).params
+    for instead in ([0] * LENGTH, list(range(100, 100 + LENGTH))):
+        assert decode.generate(instead, 6, params).tokens == tokens(instead, 6)
+    assert decode.failures() == {"other_prompt": 2}
+
+
+def test_equal_prompts_share_their_slots_and_others_do_not(engine):
+    prefill = engine("kv_producer")
+    prompt, held = embeds(), []
+    for each in (prompt, prompt.clone(), other_at(LENGTH - 2, prompt), other_at(0, prompt)):
+        prefill.generate([0] * LENGTH, 1, HANDOFF, embeds=each)
+        held.append(prefill.usage[0])
+    # The tail is a block of its own; of another beginning nothing is the same.
+    assert held == [4, 4, 5, 9]
+
+
+def test_a_drafter_that_reads_tokens_ahead_is_handed_off_no_embeddings(engine):
+    options = {"family": "full and drafter", "drafter": "mtp", "drafts": 1}
+    prefill = engine("kv_producer", **options)
+    decode = engine("kv_consumer", **options)
+    params = prefill.generate([0] * LENGTH, 1, HANDOFF, embeds=embeds()).params
+    assert params["omni_no_handoff"] == "prompt_embeds"
+    assert prefill.failures() == {"prompt_embeds": 1}
+    good = prefill.generate(list(range(100, 140)), 1, HANDOFF).params
+    decode.generate([0] * 40, 2, good, embeds=embeds(40))
+    assert decode.failures() == {"prompt_embeds": 1}
+
+
+def test_a_block_of_embeddings_is_found_by_those_embeddings_alone(engine):
+    options = {"extra": SHARES, "instant_copies": True, "usable_blocks": 12}
+    sharer = engine("kv_both", **options)
+    reference = engine(None, usable_blocks=12)
+    prompt = embeds()
+    sharer.generate([0] * LENGTH, 1, embeds=prompt)
+    for seed in range(2, 6):  # until vLLM's own cache has lost it
+        sharer.generate([0] * (9 * BLOCK), 1, embeds=embeds(9 * BLOCK, seed))
+    # The second finds its first block in vLLM's own cache.
+    for asked, found in ((other_at(BLOCK, prompt), BLOCK), (prompt, 2 * BLOCK)):
+        before = sharer.count("tokens_kept")
+        right = reference.generate([0] * LENGTH, 4, embeds=asked).tokens
+        assert sharer.generate([0] * LENGTH, 4, embeds=asked).tokens == right
+        assert sharer.count("tokens_kept") - before == found
