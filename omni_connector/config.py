@@ -45,7 +45,7 @@ Admission = Literal["auto", "all", "second_hit"]
 passed over not long ago. `auto`: every one until the arena is full, and then as long as at least
 one in 32 is used again; else at the second hit."""
 
-HintName = Literal["no", "prefetch", "high", "pin_s"]
+HintName = Literal["no", "prefetch", "high", "pin_s", "thinking"]
 """A hint of a request: `no` and `high` are values of `cache`."""
 
 ALL_HINTS: Final[tuple[HintName, ...]] = get_args(HintName)
@@ -197,6 +197,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         share: whether this engine keeps full blocks in its arena, and shares them with the engines
             of its user and namespace on this host.
         admission: which new blocks it keeps.
+        thinking: whether blocks of an answer are kept from where a reasoning model begins to think
+            (`keep`, `drop`), where vLLM tells by which tokens it does.
         orphan_s: seconds for which engines of the host keep the arena of an engine that has ended,
             so that they and its successor find its blocks; 0 keeps none.
         hints: which hints of requests are followed.
@@ -230,6 +232,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     mooncake: MooncakeSettings = MooncakeSettings()
     share: bool = True
     admission: Admission = "auto"
+    thinking: Literal["keep", "drop"] = "drop"
     orphan_s: float = 60.0
     hints: tuple[HintName, ...] = ALL_HINTS
     tenants: tuple[str, ...] = ()

@@ -47,11 +47,14 @@ class Hints(msgspec.Struct, frozen=True):
             are evicted later than others.
         pin_s: seconds for which its blocks are not evicted from this engine's arena.
         prefetch: whether the request is sent only to bring its blocks into this engine's arena.
+        thinking: `drop`: the blocks of its answer are not kept from where the model begins to
+            think; `keep`: they are; None: as the operator says.
     """
 
     cache: Literal["no", "normal", "high"] = "normal"
     pin_s: Annotated[float, Meta(ge=0, le=MAX_PIN_S)] = 0.0
     prefetch: bool = False
+    thinking: Literal["keep", "drop"] | None = None
 
     @property
     def keeps_here(self) -> bool:
@@ -68,8 +71,10 @@ class Hints(msgspec.Struct, frozen=True):
         cache = self.cache if self.cache == "normal" or self.cache in names else "normal"
         pin_s = self.pin_s if "pin_s" in names else 0.0
         prefetch = self.prefetch and "prefetch" in names
-        refused = (self.cache != cache) + (self.pin_s != pin_s) + (self.prefetch != prefetch)
-        return Hints(cache, pin_s, prefetch), refused
+        thinking = self.thinking if "thinking" in names else None
+        allowed = Hints(cache, pin_s, prefetch, thinking)
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(allowed), strict=True)
+        return allowed, sum(asked != given for asked, given in pairs)
 
     def joined(self, other: "Hints") -> "Hints":
         """The hints for a block of two requests: the stronger of each."""
@@ -117,7 +122,7 @@ def read_hints(
             into numbers, and users may write numbers as texts, so both are converted.
 
     >>> read_hints({"omni": {"pin_s": 60}}, {"omni_prefetch": 1, "omni_cache": "maybe"})
-    (Hints(cache='normal', pin_s=60.0, prefetch=True), 1)
+    (Hints(cache='normal', pin_s=60.0, prefetch=True, thinking=None), 1)
     """
     named = {
         name.removeprefix(XARGS_PREFIX): value
@@ -154,7 +159,7 @@ def wrong_hint(
     each hint fits by itself.
 
     >>> wrong_hint({"omni": {"prefech": True}})
-    "unknown hint 'prefech'; did you mean 'prefetch'? Known are cache, pin_s, prefetch"
+    "unknown hint 'prefech'; did you mean 'prefetch'? Known are cache, pin_s, prefetch, thinking"
     """
     given = params.get(KEY)
     if given is not None and not isinstance(given, Mapping):

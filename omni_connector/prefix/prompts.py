@@ -13,6 +13,7 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.hints import Hints
 from omni_connector.prefix.host_blocks import Found
 from omni_connector.prefix.lookups import Held, Lookup, reach
+from omni_connector.prefix.thinking import Thoughts
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class SharedPrompt:
     tenant: int
     hints: Hints
     tokens_ahead: int = 0  # tokens after a block that its KV depends on
+    thoughts: Thoughts | None = None  # from which on its answer is not kept; None: keep all of it
     fills_at: int = 0  # number of computed tokens at which its next block fills
     keeps: int = 0  # jobs that save its blocks to the arena; an estimate
     due: int = 0  # the step in which `PrefixSaves` checks whether a block has filled
@@ -117,6 +119,14 @@ class SharedPrompt:
             return names
         whose = self.adapter.encode()[: blake2b.MAX_KEY_SIZE]
         return [blake2b(each, digest_size=len(each), key=whose).digest() for each in names]
+
+    def kept_tokens(self, computed: int) -> int:
+        """Tokens whose blocks are kept, of those that are computed: up to the first thought."""
+        if self.thoughts is None:
+            return computed
+        request = self.request
+        begin = self.thoughts.find(request.all_token_ids, request.num_prompt_tokens, computed)
+        return computed if begin is None else min(begin, computed)
 
     def last_reachable(self, num_tokens: int, unit: int) -> int:
         """The end of the longest prefix of so many tokens that can be loaded: vLLM computes the

@@ -50,6 +50,9 @@ _MANY: Final = 64
 # saves of prompts that vLLM admits meanwhile are delayed.
 _LOADED: Final = 3
 
+# More tokens than any request has: no block fills any more that is kept.
+_NEVER: Final = 1 << 62
+
 # Steps from one look for blocks of answers to the next: to copy a few blocks costs the scheduler
 # hardly more than to copy one. The last block of an answer that ends before is not kept.
 _TOGETHER: Final = 4
@@ -256,8 +259,9 @@ class PrefixSaves:
         hashes: list[bytes] = []
         number, blocks = 0, None
         tenant, hints = prompt.tenant, prompt.hints
+        kept_tokens = prompt.kept_tokens(computed)
         for g, shape in enumerate(self._groups):
-            first, end = prompt.sent[g], computed // shape.block_size
+            first, end = prompt.sent[g], kept_tokens // shape.block_size
             filled = prompt.full_hashes(g, first, end) if end > first else []
             block_ids: list[int] = []
             names = prompt.names_of(g, first, filled)
@@ -295,8 +299,13 @@ class PrefixSaves:
             hashes += names
         if hashes and self._host is not None:
             prompt.keeps += 1 + hints.keeps_here  # waiting blocks make a second job
-        pairs = zip(prompt.sent, self._groups, strict=True)
-        filled_at = min((sent + 1) * shape.block_size for sent, shape in pairs)
+        filled_at = min(
+            (sent + 1) * shape.block_size
+            for sent, shape in zip(prompt.sent, self._groups, strict=True)
+        )
+        if kept_tokens < min(computed, filled_at):
+            filled_at = _NEVER
+            self._stats.count("answers_cut")
         prompt.fills_at = filled_at + self._tokens_ahead
         if not number:
             return

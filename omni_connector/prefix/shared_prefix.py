@@ -33,6 +33,7 @@ from omni_connector.prefix.lookups import Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
 from omni_connector.prefix.saves import PrefixSaves
+from omni_connector.prefix.thinking import ThinkingTokens, Thoughts
 from omni_connector.runtime.context import EngineContext
 
 logger = logging.getLogger("vllm.omni_connector.shared_prefix")
@@ -56,6 +57,9 @@ class SharedPrefix:
         groups: the cache groups that this engine keeps.
         prefix: of this engine's keys.
         hint_rules: which hints of requests are followed.
+        thinking: the tokens with which a reasoning model thinks; None where they are not known.
+        keeps_thoughts: whether answers are kept beyond where the model begins to think, unless a
+            request says otherwise.
         weights_fixed: whether the operator has declared that a reset changes no weights, so that
             stored blocks stay valid.
         lookup_timeout: seconds that a request waits for the store's answer.
@@ -73,6 +77,8 @@ class SharedPrefix:
         groups: SharedGroups,
         prefix: KeyPrefix,
         hint_rules: HintRules,
+        thinking: ThinkingTokens | None,
+        keeps_thoughts: bool,
         weights_fixed: bool,
         lookup_timeout: float,
         context: EngineContext,
@@ -89,6 +95,8 @@ class SharedPrefix:
         self._tokens_ahead = groups.tokens_ahead
         self._prefix = prefix
         self._hint_rules = hint_rules
+        self._thinking = thinking
+        self._keeps_thoughts = keeps_thoughts
         self._weights_fixed = weights_fixed
         self._lookup_timeout = lookup_timeout
         self._clock = context.clock
@@ -138,6 +146,7 @@ class SharedPrefix:
             stops_early: whether its prompt was shortened, but its hashes were not.
             adapter: digest of its LoRA adapter's content; "" without one.
         """
+        hints = self._hints.pop(request.request_id, NO_HINTS)
         prompt = SharedPrompt(
             request=request,
             # vLLM sets this where it has to compute every token: for log-probabilities of the
@@ -149,10 +158,17 @@ class SharedPrefix:
             tokens_ahead=self._tokens_ahead,
             sent=[0] * len(self._groups),
             tenant=self._hint_rules.tenant(request.cache_salt),
-            hints=self._hints.pop(request.request_id, NO_HINTS),
+            hints=hints,
+            thoughts=self._thoughts(hints),
         )
         self._prompts[request.request_id] = prompt
         self._look_up(prompt)
+
+    def _thoughts(self, hints: Hints) -> Thoughts | None:
+        """What finds the thoughts in an answer that is kept up to these; None if it is kept."""
+        wanted = self._keeps_thoughts or hints.asks_arena
+        keeps = hints.thinking == "keep" or (hints.thinking is None and wanted)
+        return None if keeps or self._thinking is None else Thoughts(self._thinking)
 
     def _look_up(self, prompt: SharedPrompt) -> None:
         prompt.admitted, prompt.local, prompt.found, prompt.waits = False, None, None, False

@@ -29,6 +29,7 @@ COUNTERS: Final = {
     "blocks_stored": "KV blocks that the shared store took, or had already.",
     "blocks_dropped": "KV blocks not stored, as too many were on their way.",
     "blocks_passed_over": "KV blocks not kept, being new where hardly any are used again.",
+    "answers_cut": "Answers kept up to where the model begins to think, and not beyond.",
     "blocks_over_quota": "KV blocks not kept, as their tenant had its part of the arena in use.",
     "pins_refused": "KV blocks that were not pinned: beyond what may be, or not in the arena.",
     "high_refused": "KV blocks that `cache: high` was asked for, beyond what may have it.",

@@ -52,12 +52,17 @@ from omni_connector.prefix.neighbours import LocalEngine
 from omni_connector.prefix.prompts import SharedGroups
 from omni_connector.prefix.saves import PrefixSaves
 from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.prefix.thinking import ThinkingTokens
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.metric_names import COUNTERS
 from omni_connector.runtime.trace import FileTrace
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.shared_blocks import key_prefix, readers_id
-from omni_connector.vllm_v1.compat import hash_block_size, most_blocks_of_a_prompt
+from omni_connector.vllm_v1.compat import (
+    hash_block_size,
+    most_blocks_of_a_prompt,
+    thinking_tokens,
+)
 from omni_connector.vllm_v1.control_calls import AskStatus, ControlCalls, Status
 from omni_connector.vllm_v1.drafter import drafts_with_kv, tokens_ahead, tokens_written_ahead
 from omni_connector.vllm_v1.events import KVEvents
@@ -439,6 +444,8 @@ class _Assembly:
             groups=groups,
             prefix=prefix,
             hint_rules=HintRules(frozenset(config.hints), frozenset(config.tenants)),
+            thinking=self._thinking_tokens(),
+            keeps_thoughts=config.thinking == "keep",
             weights_fixed=config.weights == "fixed",
             lookup_timeout=0.0 if config.store is None else config.store.lookup_timeout_s,
             context=self._context,
@@ -459,6 +466,23 @@ class _Assembly:
                 )
             )
         return shared
+
+    def _thinking_tokens(self) -> ThinkingTokens | None:
+        """The tokens of thoughts; None where vLLM does not tell them, of which the log says so."""
+        found = thinking_tokens(self._vllm_config)
+        if self._config.thinking == "drop":
+            if found is not None:
+                logger.info(
+                    "Answers are kept up to where the model begins to think, as later prompts do "
+                    "not repeat its thoughts; `thinking: keep` keeps them whole"
+                )
+            elif getattr(self._vllm_config, "reasoning_config", None) is not None:
+                logger.warning(
+                    "Answers are kept with the model's thoughts, because its reasoning parser does "
+                    "not tell vLLM by which tokens it thinks. Requests whose answer is not used "
+                    "again can say `cache: no`"
+                )
+        return found
 
     def _kv_events(self) -> KVEvents:
         pool = None if self._directory is None else self._directory.pool

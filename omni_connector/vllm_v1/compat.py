@@ -23,6 +23,7 @@ from vllm.v1.request import RequestStatus
 
 from omni_connector.errors import UnsupportedVersionError
 from omni_connector.plugin import CONNECTOR_NAME
+from omni_connector.prefix.thinking import ThinkingTokens
 from omni_connector.vllm_v1.metrics import OmniStats
 
 if TYPE_CHECKING:
@@ -99,6 +100,19 @@ def interleaves_values(impl: Any) -> bool:
     From 0.33 on ROCM_ATTN does, where vLLM fuses the writing of KV with what comes before it.
     """
     return bool(getattr(impl, "_use_interleaved_v_cache", False))
+
+
+def thinking_tokens(vllm_config: "VllmConfig") -> ThinkingTokens | None:
+    """The tokens with which a reasoning model thinks; None where vLLM does not tell them.
+
+    It does where `--reasoning-parser` names a parser that knows them. Not every version tells those
+    that the model ends its thoughts with from those that end them when its budget is used up.
+    """
+    reasoning = getattr(vllm_config, "reasoning_config", None)
+    start = getattr(reasoning, "reasoning_start_token_ids", None)
+    natural = getattr(reasoning, "natural_reasoning_end_token_ids", None)
+    end = natural or getattr(reasoning, "reasoning_end_token_ids", None)
+    return ThinkingTokens(tuple(start), tuple(end)) if start and end else None
 
 
 def replays_prefix(spec: "KVCacheSpec") -> bool:

@@ -77,6 +77,9 @@ def test_of_hints_those_that_fit_are_followed(asked: object, hints: Hints, bad: 
         ({"omni_pin_s": [600], "omni_prefetch": 2, "omni_": 1}, {}, NO_HINTS, 3),
         ({"omni_pin_s": 5, "omni_cache": "high"}, {"pin_s": 6}, Hints("high", 6.0), 0),
         ({"omni_cache": "no"}, {"pin_s": 6}, Hints("no"), 1),
+        ({"omni_thinking": "keep"}, {}, Hints(thinking="keep"), 0),
+        ({"omni_thinking": "keep"}, {"thinking": "drop"}, Hints(thinking="drop"), 0),
+        ({"omni_thinking": 1}, {"thinking": None}, NO_HINTS, 1),
         ({f"omni_{number}": number for number in range(1000)}, {"pin_s": 6}, Hints(pin_s=6.0), 1),
     ],
 )
@@ -91,7 +94,11 @@ ANYTHING = st.recursive(
     lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(), part, max_size=3),
     max_leaves=6,
 )
-NAMES = st.sampled_from(["cache", "pin_s", "prefetch"]) | st.text(max_size=5) | st.integers()
+NAMES = (
+    st.sampled_from(["cache", "pin_s", "prefetch", "thinking"])
+    | st.text(max_size=5)
+    | st.integers()
+)
 
 
 ASKED = st.dictionaries(NAMES, ANYTHING, max_size=20)
