@@ -81,7 +81,7 @@ class KVProbe:
         for new in scheduler_output.scheduled_new_reqs:
             table = [list(ids) for ids in new.block_ids]
             self._probe_seen[new.req_id] = {
-                "prompt": list(new.prompt_token_ids),
+                "prompt": list(new.prompt_token_ids or ()),  # none of one given as embeddings
                 "computed": new.num_computed_tokens,
                 "table": table,
                 "first": self._probe_read(table),

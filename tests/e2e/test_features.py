@@ -5,6 +5,8 @@ Every answer is compared with what the decode engine answers when it computes th
 The caches are small, so that requests are preempted.
 """
 
+import base64
+import io
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -84,7 +86,8 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture
 def features(family: Family, pool: Pool, adapters: list[str]) -> Features:
     """A pair; that of Llama has two adapters."""
-    arguments = ["--max-model-len", "2048", *(adapters if family is LLAMA else ())]
+    arguments = ["--max-model-len", "2048", "--enable-prompt-embeds"]
+    arguments += adapters if family is LLAMA else []
     members = pool.take(
         *(("scarce", family.recipe, name) for name in "ab"),
         arguments=arguments,
@@ -233,6 +236,51 @@ def test_prompt_logprobs_on_the_prefill_engine(features: Features) -> None:
     hybrid = features.family is GPTOSS
     assert features.received() == received + (not hybrid)
     assert features.failures(prefill, "prompt_logprobs") == refused + hybrid
+
+
+@pytest.mark.supports("prompts given as embeddings")
+@pytest.mark.parametrize("length", [2, 128, 300])
+def test_a_prompt_given_as_embeddings(features: Features, length: int) -> None:
+    embeds = embeddings(length)
+    own, received = features.own([], **given_as(embeds)), features.received()
+    features.pair.decode_probe.spoil()
+    answer = features.handed_off([], prefill=given_as(embeds), **given_as(embeds))
+    assert features.received() == received + 1
+    features.require_same(answer, own)
+
+
+@pytest.mark.supports("prompts given as embeddings")
+@pytest.mark.parametrize("place", [0, 297])
+def test_of_other_embeddings_nothing_is_loaded(features: Features, place: int) -> None:
+    embeds = embeddings(300)
+    other = embeds.clone()
+    other[place, 7] += 0.25
+    decode = features.pair.decode_engine
+    own, received = features.own([], **given_as(other)), features.received()
+    refused = features.failures(decode, "other_prompt")
+    params = features.pair.prefill([], salt := new_salt(), **given_as(embeds))
+    given = {"cache_salt": salt, "kv_transfer_params": params}
+    answer = features.own([], **given, **given_as(other))
+    assert features.failures(decode, "other_prompt") == refused + 1
+    assert features.received() == received
+    features.require_same(answer, own)
+    # It still serves the prompt that it is of, whose answer is another one.
+    right = features.own([], **given, **given_as(embeds))
+    assert features.received() == received + 1
+    with pytest.raises(AssertionError, match=r"token \d+"):
+        features.require_same(right, own)
+
+
+def embeddings(length: int) -> torch.Tensor:
+    """As wide as those of the models."""
+    draw = torch.Generator().manual_seed(length)
+    return torch.randn((length, 256), generator=draw) * 0.2
+
+
+def given_as(embeds: torch.Tensor) -> dict[str, Any]:
+    """The fields of a request whose prompt is given as these embeddings."""
+    torch.save(embeds, written := io.BytesIO())
+    return {"prompt_embeds": base64.b64encode(written.getvalue()).decode()}
 
 
 def prompt_logprobs(answer: dict[str, Any]) -> list[float]:
