@@ -6,7 +6,7 @@ puts in their place. What the toy stores for a position depends on every byte of
 import pytest
 import torch
 
-from tests.toy import BLOCK, FAMILIES
+from tests.toy import BLOCK, CHUNK, FAMILIES
 
 from .harness import HANDOFF, assert_clean
 
@@ -47,9 +47,9 @@ def test_a_prompt_of_embeddings_is_handed_off(engine, family, length):
     prompt = embeds(length)
     right = engine(None, family=family).generate([0] * length, 6, embeds=prompt).tokens
     assert hand_off(prefill, decode, prompt) == right
-    # A chunk that ends with the hand-off is read by no later token.
-    unread = family == "chunk" and length == BLOCK + 1
-    assert decode.count("tokens_loaded") == (0 if unread else length - 1)
+    # Where all layers attend to chunks, vLLM takes the chunks before the last for cached.
+    loaded = (length - 1) % CHUNK if family == "chunk" else length - 1
+    assert decode.count("tokens_loaded") == loaded
     assert not prefill.failures()
     assert not decode.failures()
     assert_clean(prefill, decode)
