@@ -49,9 +49,9 @@ def prompt_of(
     """
     tokens: Sequence[int] | None = request.prompt_token_ids
     embeds = request.prompt_embeds
+    if embeds is not None and tokens_ahead:
+        return None
     if embeds is not None:
-        if tokens_ahead:
-            return None
         # vLLM takes 0 for the tokens in the place of embeddings, as its block hashes do.
         tokens = request.all_token_ids[:num_tokens]
     if tokens is None:
