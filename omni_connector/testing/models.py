@@ -141,6 +141,24 @@ def _with_mtp(weights: _Weights, config: dict[str, Any]) -> tuple[_Weights, dict
     return weights | module, {**config, **settings}
 
 
+def _with_kv_scales(weights: _Weights, config: dict[str, Any]) -> tuple[_Weights, dict[str, Any]]:
+    """The model with scales for an FP8 KV cache, others in each layer, as compressed-tensors saves
+    them. Nothing else is quantized."""
+    scales = {}
+    for layer in range(config["num_hidden_layers"]):
+        attention = f"model.layers.{layer}.self_attn"
+        scales[f"{attention}.k_scale"] = torch.tensor([0.02 * (layer + 1)])
+        scales[f"{attention}.v_scale"] = torch.tensor([0.01 * (layer + 2)])
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {},
+        "kv_cache_scheme": {**scheme, "dynamic": False},
+    }
+    return weights | scales, {**config, "quantization_config": quantization}
+
+
 # Embeddings of unit length, as norms leave them.
 _DRAFTED: dict[str, Any] = {"embedding_std": 1.0, "one_layer_acts": True}
 
@@ -162,6 +180,7 @@ _RECIPES: dict[str, _Recipe] = {
     "llama": _Recipe("LlamaConfig", "LlamaForCausalLM"),
     # Tensor parallel ranks all hold its one KV head.
     "llama-one-kv-head": _Recipe("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 1}),
+    "llama-fp8-kv": _Recipe("LlamaConfig", "LlamaForCausalLM", derived=_with_kv_scales),
     # 16 layers x 8 heads x 128 x (K, V) x 2 bytes: 64 KiB of KV a token for little compute.
     "llama-wide": _Recipe(
         "LlamaConfig",

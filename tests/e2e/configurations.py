@@ -122,6 +122,12 @@ CONFIGURATIONS = {
     "eagle3": drafting("eagle3", "eagle3-llama"),
     "draft_model": drafting("draft_model", "draft-llama"),
     "mtp": drafting("mtp", None),
+    # Its own reference, too.
+    "fp8": Configuration(
+        ours(),
+        arguments=("--kv-cache-dtype", "fp8", "--logits-processors", reference.PROCESSOR),
+        probe=DRAFT_PROBE,
+    ),
     "store": Configuration({**ours(), "kv_load_failure_policy": "fail"}, probe=STORE_PROBE),
 }
 """Addresses of peers and stores, which differ from run to run, are told when one is started."""

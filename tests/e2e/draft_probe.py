@@ -50,7 +50,7 @@ class DraftProbe(KVProbe):
 
     def _spoil(self, table: list[list[int]]) -> None:
         config, layers = self.model_runner.kv_cache_config, self._probe_layers()
-        drafter = self.draft_layers()
+        drafter = self.draft_layers() if self._loses == "drafter" else []
         draw = torch.Generator().manual_seed(7)
         for group, ids in zip(config.kv_cache_groups, table, strict=True):
             held = torch.tensor([block for block in ids if block], dtype=torch.long)

@@ -110,5 +110,6 @@ BY_RECIPE = {family.recipe: family for family in FAMILIES}
 # The same families with other heads, for engines of several ranks.
 BY_RECIPE["llama-one-kv-head"] = BY_RECIPE["llama"]
 BY_RECIPE["deepseek_v2-two-heads"] = BY_RECIPE["deepseek_v2"]
+BY_RECIPE["llama-fp8-kv"] = BY_RECIPE["llama"]
 # Models that drafters are made for.
 BY_RECIPE["llama-drafted"] = BY_RECIPE["mimo"] = BY_RECIPE["llama"]

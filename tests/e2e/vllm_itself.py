@@ -4,6 +4,8 @@
 import re
 from typing import Final
 
+import torch
+
 from omni_connector.plugin import installed_vllm
 
 _INSTALLED = installed_vllm()
@@ -17,6 +19,13 @@ _MODELS: Final[dict[str, tuple[tuple[int, ...], str]]] = {
 
 DRAFTS: Final = "" if _RELEASE >= (0, 31) else "drafts: Cannot inspect kernel parameters"
 """Why there is no speculative decoding; "" where there is."""
+
+FP8_KV: Final = (
+    ""
+    if torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+    else "FP8 KV cache on CPU requires x86 with AVX-512 or AMX"
+)
+"""Why there is no KV cache of FP8; "" where there is."""
 
 
 def obstacle(recipe: str) -> str:
