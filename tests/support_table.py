@@ -21,17 +21,17 @@ HEAD = """\
 <!-- Written by `python -m tests.support_table` from the marks of the tests; do not edit. -->
 
 What `make test` checks with real vLLM engines on CPUs, by cache family; an empty field is not
-tested. "hand-off" compares with an engine that has no connector, and the KV byte for byte with
-that of the prefill engine; a connector that moves nothing fails it. The features below that are
-compared with what the decode engine answers when it computes the prompt itself.
+tested. "hand-off" compares answers with an engine that has no connector, and the KV byte for byte
+with the prefill engine's; a connector that moves nothing fails it. The features in the rows below
+it are compared with the answers of a decode engine that computes the prompt itself.
 
 """
 TAIL = """
 ## Engines that differ
 
-Engines of other block sizes, tensor-parallel sizes or cache layouts read each other's KV where it
-is known how the attention kernels fill a page, as with FlashAttention, FlashInfer, Triton, MLA and
-the kernels on x86 CPUs. With other kernels both engines must be alike in these; else they refuse
+Engines that differ in block size, tensor-parallel size or cache layout read each other's KV if the
+connector knows how their attention kernels fill a page: FlashAttention, FlashInfer, Triton, MLA
+and the kernels on x86 CPUs. With other kernels the engines must be alike in these; else they refuse
 each other, and the error names what differs.
 
 | | between like engines | between engines that differ |
@@ -42,7 +42,7 @@ each other, and the error names what differs.
 | other kernels of ROCm, and of other packages | yes | no |
 
 (*) FlashInfer writes NVFP4 in two ways, by the GPU: `fa2` and `trtllm`; they refuse each other.
-Of these, `make test` checks the layouts, on CPUs, not the kernels that need a GPU.
+On CPUs, `make test` checks the layouts of this table, but not the kernels that need a GPU.
 
 ## Data parallel and expert parallel
 
@@ -59,8 +59,8 @@ router, in one runtime folder and with `listen` |
 | one server, a mixture of experts | the ranks step together, so what a rank starts with its \
 step waits for the slowest rank; loads and copies do not | a rank that is held up, in process; \
 no expert-parallel kernels have run |
-| a server for each rank (`--data-parallel-rank`) | each is a deployment of its own: arenas take \
-their part one after the other, of what the others leave; set `arena_gib` where that is too \
+| a server for each rank (`--data-parallel-rank`) | each is a deployment of its own: one after \
+the other, arenas take their part of what the others leave; set `arena_gib` if that is too \
 little for the last | not run |
 | several hosts | as one server each; `listen` and `peers` name the hosts | by ports of several \
 ranks on one host; not run on several |
