@@ -119,8 +119,8 @@ class CpuCopier(BlockCopier):
         helpers: share in each copy; None leaves all of it to the calling thread.
 
     Attributes:
-        shared_bytes: the least that a thread copies of a shared copy; a helper takes as long to
-            wake as to copy so many bytes.
+        shared_bytes: fewest bytes that a thread copies of a shared copy. A helper wakes in about
+            the time in which these are copied.
     """
 
     shared_bytes = 1 << 20

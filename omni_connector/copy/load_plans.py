@@ -69,7 +69,7 @@ class LoadStep:
     keys: NDArray[np.object_] | None
 
     def parts(self, sizes: Sequence[int]) -> Iterator["LoadStep"]:
-        """The same in steps of so many blocks, by group."""
+        """The same load in steps of at most `sizes[group]` blocks."""
         ours, theirs, size = self.block_size, self.plan.block_size, sizes[self.group]
         for at in range(0, len(self.block_ids), size):
             indices = self.indices[at : at + size]

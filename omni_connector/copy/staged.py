@@ -21,7 +21,7 @@ from omni_connector.kv.segments import Segment, content_of, padding_of, reserved
 
 logger = logging.getLogger("vllm.omni_connector.staging")
 
-# A closer waits so many seconds for a copy under way.
+# Longest wait of `close` for a copy under way, in seconds.
 _CLOSE_S: Final = 5.0
 
 _STAGING_BYTES = 32 * 1024 * 1024

@@ -21,7 +21,7 @@ from omni_connector.net.runtime import socket_path
 from omni_connector.net.unix import Connection, Listener
 
 RankAnswers = Mapping[type[Struct], Callable[[Any], Struct]]
-"""For each type of question, what returns the answer; called on another thread, must not block."""
+"""For each type of question the function that answers it, on another thread. It must not block."""
 
 
 def listen(folder: Path, engine_id: str, rank: int, answers: RankAnswers) -> Callable[[], None]:

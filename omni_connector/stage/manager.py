@@ -665,7 +665,7 @@ class OmniKVTransferManager:
         return data, size
 
     def _send(self, kv_data: KVCacheTransferData) -> int:
-        """Put, for each receiver, what it uses of the KV of a request; return the bytes put."""
+        """Put the part of a request's KV that each receiver uses; returns the bytes put."""
         stages = self._configured(
             self.send_stages, "omni_from_stage and omni_to_stage are not both configured"
         )

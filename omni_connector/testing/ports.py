@@ -28,10 +28,10 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> int:
-    """Return the first of so many ports in a row; see `free_port`.
+    """Return the first of `count` free ports in a row; see `free_port`.
 
     Raises:
-        OSError: none of 1,000 places has so many.
+        OSError: none were found in 1,000 tries.
     """
     for _ in range(1000):
         first = _draw.randrange(_FIRST, _LAST - count)

@@ -61,7 +61,7 @@ ANSWERS: Final[msgspec.msgpack.Decoder[AttachReply | Refusal]] = msgspec.msgpack
 
 
 Answers = Mapping[type[msgspec.Struct], Callable[[Any], msgspec.Struct | None]]
-"""For each type of message, what returns the answer; None to a message that has no answer."""
+"""For each type of message the function that answers it; it returns None if there is no answer."""
 
 
 class SharedMemoryTransport(ArenaTransport):
