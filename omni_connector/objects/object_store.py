@@ -147,8 +147,8 @@ class ObjectStore:
         self._objects: dict[bytes, tuple[ObjectKey, StoredObject]] = {}
         # Objects that nobody has read, and when each may be evicted; the earliest first.
         self._unread: OrderedDict[bytes, float] = OrderedDict()
-        # All other objects in the order of eviction, and whether each was read; below, the number of
-        # their slots.
+        # All other objects in the order of eviction, and whether each was read; below, the number
+        # of their slots.
         self._evictable: OrderedDict[bytes, bool] = OrderedDict()
         self._evictable_slots = 0
         self._free = np.ones(arena.n_slots, np.bool_)
