@@ -28,6 +28,7 @@ import fcntl
 import mmap
 import os
 import struct
+import sys
 from collections.abc import Sequence
 from typing import Final, Self
 
@@ -62,7 +63,9 @@ _HIGHS: Final = np.uint64(_HIGHS_INT)
 # Multiplied by the lowest bit of byte k, this has k in its highest byte.
 _NUMBERS: Final = np.uint64(0x0001020304050607)
 _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
-_MIX: Final = np.uint64(0xD6E8FEB86659FD93)
+_MIX_INT: Final = 0xD6E8FEB86659FD93
+_MIX: Final = np.uint64(_MIX_INT)
+_WORD: Final = (1 << 64) - 1
 _BATCH: Final = 64
 """Blocks of numpy's first look-up. The next ones grow fourfold as long as all blocks are found. So
 a prompt that nobody has costs little."""
@@ -117,6 +120,19 @@ def tags_of(key_prefix: bytes, group: int, hashes: Sequence[bytes]) -> Tags:
     tags *= _MIX
     tags[tags == 0] = _ONE
     return tags
+
+
+def tag_of(key_prefix: bytes, group: int, block_hash: bytes) -> int:
+    """The tag of one block, as `tags_of` gives it, in a tenth of the time.
+
+    Args:
+        block_hash: of 8 bytes or more, as long as those of the other blocks.
+    """
+    tag = int.from_bytes(block_hash[:8], sys.byteorder)
+    tag ^= xxhash.xxh3_64_intdigest(b"%d/%b" % (group, key_prefix))
+    tag = tag * _MIX_INT & _WORD
+    tag ^= tag >> 32
+    return tag * _MIX_INT & _WORD or 1
 
 
 class _Table:

@@ -21,6 +21,7 @@ from omni_connector.arena.block_index import (
     Tags,
     find_each,
     find_prefix,
+    tag_of,
     tags_of,
 )
 from omni_connector.arena.format import header_keys
@@ -41,6 +42,9 @@ NOBODY: Final = -1
 _FIRST_LOOK: Final = 64
 """Leading blocks of a prompt that are looked up first. If all of them are found, eight times as
 many are next."""
+
+_TAGGED_BYTES: Final = 8
+"""Bytes of the shortest hash that `tag_of` takes. vLLM's have 16 or 32."""
 
 # Saves under way take at most 1/2 of the slots, so that hand-offs have room.
 _BUSY_PART: Final = 2
@@ -82,6 +86,11 @@ class Found:
 
     engines: Sequence[Neighbour]
     groups: Sequence[FoundBlocks]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is known of any block but that no engine has it."""
+        return not any(len(of.owners) for of in self.groups)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,8 +223,12 @@ class HostBlocks:
         hashes: list[bytes],
         keys: Callable[[list[bytes]], list[bytes]],
     ) -> FoundBlocks:
-        """The leading blocks, up to the first that nobody has. Few blocks are looked up at first,
-        as most prompts are found for a short part or not at all."""
+        """The leading blocks, up to the first that nobody has. The first block is looked up alone,
+        and then few blocks, as most prompts are found not at all or for a short part."""
+        if len(hashes[0]) >= _TAGGED_BYTES:
+            first = tag_of(self._key_prefix, group, keys(hashes[:1])[0])
+            if not any(each.may_hold(first) for each in indexes):
+                return _NOTHING
         parts = []
         begin, size = 0, _FIRST_LOOK
         while begin < len(hashes):

@@ -207,7 +207,10 @@ class SharedPrefix:
             # Beyond what the arenas have, the store's answer may continue a prefix.
             alone = prompt.lookup is None
             prompt.found = self._host.find(prompt.names, prompt.keys, alone=alone)
-        reach = prompt.reach(self._groups, self._unit, num_computed, last)
+        if prompt.lookup is None and (prompt.found is None or prompt.found.is_empty):
+            reach = num_computed
+        else:
+            reach = prompt.reach(self._groups, self._unit, num_computed, last)
         if asked is not None and reach < last:
             prompt.waits = now < asked.deadline
             if prompt.waits:

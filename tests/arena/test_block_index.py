@@ -24,6 +24,7 @@ from omni_connector.arena.block_index import (
     Tags,
     find_prefix,
     index_bytes,
+    tag_of,
     tags_of,
 )
 from omni_connector.arena.format import PAGE_BYTES
@@ -325,6 +326,21 @@ def test_hashes_of_any_length_have_tags(hashes: list[bytes]) -> None:
 def test_no_tag_is_zero() -> None:
     seed = xxhash.xxh3_64_intdigest(b"3/model")
     assert tags_of(b"model", 3, [seed.to_bytes(8, sys.byteorder) * 4]).tolist() == [1]
+    assert tag_of(b"model", 3, seed.to_bytes(8, sys.byteorder) * 4) == 1
+
+
+@given(
+    prefix=st.binary(max_size=20),
+    group=st.integers(0, 99),
+    hashes=st.integers(8, 40).flatmap(
+        lambda size: st.lists(st.binary(min_size=size, max_size=size), min_size=1, max_size=5)
+    ),
+)
+def test_the_tag_of_one_block_is_that_which_it_has_among_others(
+    prefix: bytes, group: int, hashes: list[bytes]
+) -> None:
+    tags = tags_of(prefix, group, hashes).tolist()
+    assert tags == [tag_of(prefix, group, each) for each in hashes]
 
 
 def test_slots_that_do_not_exist_are_refused(index: BlockIndex) -> None:
