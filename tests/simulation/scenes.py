@@ -32,6 +32,7 @@ _STORED_OFTEN: Final = 0.3
 _LEFT_PINS_OFTEN: Final = 0.05
 _INTERRUPTED_OFTEN: Final = 0.3
 _BESIDE_OFTEN: Final = 0.06
+_READ_OFTEN: Final = 0.5
 _ASKING_S: Final = 0.02
 _AWHILE_S: Final = 30.0
 
@@ -422,10 +423,42 @@ def _left_pins(plan: Plan, draw: random.Random) -> Plan:
 
 def _evictions(plan: Plan, draw: random.Random) -> Plan:
     """Blocks leave small arenas while other engines are about to read them."""
+    if draw.random() < _READ_OFTEN:
+        return _read_while_evicted(plan, draw)
     plan = _small(plan, draw)
     engines = tuple(replace(engine, step_s=0.0) for engine in plan.engines)
     happens = _served(plan, draw, 14)
     trouble = {"slow": 0.05} if draw.random() < 0.5 else {}
+    return replace(plan, engines=engines, events=_events(happens), pace=0.0002, trouble=trouble)
+
+
+def _read_while_evicted(plan: Plan, draw: random.Random) -> Plan:
+    """An engine reads slowly from an arena that has room for one prompt, while the arena's engine
+    computes others."""
+    owner, reader = plan.engines[0].name, plan.engines[1].name
+    happens: _Happens = []
+    for first in draw.sample(range(3), 3):
+        others = [family for family in range(3) if family != first]
+        happens.append((300, "serve", _serve(owner, (first, 37), 1)))
+        happens.append((draw.choice((100, 300)), "serve", _serve(reader, (first, 37))))
+        for family in others:
+            happens.append((draw.choice((3, 10, 30)), "serve", _serve(owner, (family, 37), 1)))
+    groups, size = groups_of(plan.engines[0].family), plan.engines[0].block_size
+    # Two times something, as in such an arena `admission` is `all`.
+    slots = 2 * groups * -(-(37 // size) // 2)
+    engines = tuple(
+        replace(
+            each,
+            block_size=size,
+            blocks=blocks_of(each.family, size, 8),
+            slots=slots if each.name == owner else 40 * groups,
+            step_tokens=max(each.step_tokens, size),
+            long_prefill=each.long_prefill and max(each.long_prefill, size),
+            step_s=0.0,
+        )
+        for each in plan.engines
+    )
+    trouble = {"slow_loads": draw.choice((0.02, 0.1))}
     return replace(plan, engines=engines, events=_events(happens), pace=0.0002, trouble=trouble)
 
 
