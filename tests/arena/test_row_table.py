@@ -63,7 +63,7 @@ def test_machine_code_that_finds_others_is_not_used(
     assert count == 2  # in `find` and in `name`
     monkeypatch.setattr(table_module, "kernel", lambda module, name: changed)
     assert native_calls.__wrapped__() is None
-    assert "the native table finds others" in caplog.text
+    assert "the machine code finds wrong ones" in caplog.text
 
 
 def test_entries_that_do_not_exist_are_refused() -> None:
@@ -103,4 +103,4 @@ def test_without_a_compiler_a_dict_does_the_work(
     monkeypatch.setattr(importlib, "import_module", missing)
     with caplog.at_level("WARNING", "vllm"):
         assert native_calls.__wrapped__() is None
-    assert "there is no native table (llvmlite" in caplog.text
+    assert "machine code cannot be used (llvmlite" in caplog.text
