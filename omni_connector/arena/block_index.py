@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from omni_connector.arena.arena import SEALS, memfd, require_sealed
 from omni_connector.arena.format import EPOCH_BYTES, PAGE_BYTES, format_versions
-from omni_connector.arena.native_probe import native_change, native_probe
+from omni_connector.arena.native_probe import native_change, native_probe, native_tags
 from omni_connector.arena.prefault import overcommit_is_strict
 from omni_connector.arena.slot_index import Ints
 from omni_connector.errors import IncompatiblePeerError, ProtocolError, TransportError
@@ -111,6 +111,11 @@ def tags_of(key_prefix: bytes, group: int, hashes: Sequence[bytes]) -> Tags:
     seed = xxhash.xxh3_64_intdigest(b"%d/%b" % (group, key_prefix))
     lengths = set(map(len, hashes))
     if len(lengths) == 1 and min(lengths) >= 8:
+        if (native := native_tags()) is not None:
+            [length] = lengths
+            tags = np.empty(len(hashes), np.uint64)
+            native(b"".join(hashes), length, seed, tags)
+            return tags
         words = np.frombuffer(b"".join(hashes), np.uint8).reshape(len(hashes), -1)[:, :8]
         tags = np.ascontiguousarray(words).view(np.uint64).reshape(-1)
     else:

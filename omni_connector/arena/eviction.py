@@ -91,6 +91,7 @@ class EvictionOrder:
         # of the hash, and in the lower half the number of evictions at the time. A later eviction
         # overwrites an earlier one.
         self._past: Ints = np.zeros(2 * num_slots, np.int64)
+        self._remembers = False  # whether any content is in it
         # How many blocks were new, and how many were used again. Both are halved whenever as many
         # were new as there are slots, so that old workloads fade.
         self._new = self._used_again = 0
@@ -156,6 +157,9 @@ class EvictionOrder:
             prompts: the index of each slot's prompt; None where all are of one prompt.
         """
         self._hash[slot_ids] = hashes
+        if not self._remembers:
+            self._count(len(hashes), 0)
+            return
         known = self._known(hashes, prompts)
         self._again[slot_ids] |= known
         self._count(int(np.count_nonzero(~known)), int(np.count_nonzero(known)))
@@ -295,6 +299,7 @@ class EvictionOrder:
         return slot_ids
 
     def _remember(self, hashes: Ints) -> None:
+        self._remembers = True
         self._past[hashes % len(self._past)] = (hashes & ~_LOWER_HALF) | (
             self._evicted & _LOWER_HALF
         )

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks up blocks in the indexes of many engines, and changes the own index, in one call of machine
-code each.
+"""Looks up blocks in the indexes of many engines, changes the own index, and computes tags, in one
+call of machine code each.
 
 numpy takes about 10 us for each index, however few blocks it looks up, and 100 us for a thousand
 blocks. The loop in kernels/probe.c looks up each block first in the index that had the block
 before, then in the others. It keeps the GIL, because the scheduler waits for the answer. To list 64
 blocks in the own index takes 3 us, and numpy's calls 70. Where the code cannot be compiled,
-`native_probe` and `native_change` return None.
+`native_probe`, `native_change` and `native_tags` return None.
 """
 
 import ctypes
@@ -36,6 +36,10 @@ NativeChange = Callable[
 """Takes `struct own_index`, slots (slots,) that it removes from the index, and tags and generations
 (slots,) with which it lists them anew, or None. Returns whether the index has all of these slots;
 if not, nothing is changed. The caller holds a lock."""
+
+NativeTags = Callable[[bytes, int, int, NDArray[np.uint64]], None]
+"""Takes the hashes of blocks, all of one length of 8 bytes or more, joined; that length; the seed;
+and an array (blocks,) that it fills with the tags. See `block_index.tags_of`."""
 
 
 @functools.cache
@@ -84,6 +88,26 @@ def native_change() -> NativeChange | None:
 
     change.engine = engine  # type: ignore[attr-defined]  # the code is gone with it
     return change
+
+
+@functools.cache
+def native_tags() -> NativeTags | None:
+    """What computes tags, compiled at the first call; None if that fails."""
+    if (engine := _engine()) is None:
+        return None
+    number = ctypes.c_int64
+    prototype = ctypes.PYFUNCTYPE(
+        None, ctypes.c_char_p, number, number, ctypes.c_uint64, ctypes.c_void_p
+    )
+    call = prototype(engine.get_function_address("tag"))
+
+    def tag(hashes: bytes, hash_bytes: int, seed: int, tags: NDArray[np.uint64]) -> None:
+        if hash_bytes < 8 or len(hashes) != len(tags) * hash_bytes:
+            raise ValueError(f"{len(hashes)} bytes of {len(tags)} hashes of {hash_bytes}")
+        call(hashes, hash_bytes, len(tags), seed, tags.ctypes.data)
+
+    tag.engine = engine  # type: ignore[attr-defined]  # the code is gone with it
+    return tag
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from omni_connector.arena import block_index
 from omni_connector.arena import native_probe as module
 from omni_connector.arena.block_index import BlockIndex
 from omni_connector.arena.format import PAGE_BYTES
-from omni_connector.arena.native_probe import native_change, native_probe
+from omni_connector.arena.native_probe import native_change, native_probe, native_tags
 from tests import inspection
 
 TAGS = np.random.default_rng(0).integers(1, 1 << 64, 12, np.uint64)
@@ -93,6 +93,22 @@ def test_machine_code_lists_what_numpy_lists(
     other.close()
 
 
+@given(
+    group=st.integers(0, 99),
+    hashes=st.integers(0, 40).flatmap(
+        lambda size: st.lists(st.binary(min_size=size, max_size=size), max_size=5)
+    ),
+)
+def test_machine_code_computes_the_tags_that_numpy_computes(
+    group: int, hashes: list[bytes]
+) -> None:
+    pytest.importorskip("llvmlite")
+    assert native_tags() is not None
+    native = block_index.tags_of(b"model", group, hashes)
+    with patch.object(block_index, "native_tags", lambda: None):
+        assert native.tolist() == block_index.tags_of(b"model", group, hashes).tolist()
+
+
 def test_of_slots_that_do_not_exist_nothing_is_changed() -> None:
     pytest.importorskip("llvmlite")
     with BlockIndex.create(24, b"epoch of an aren") as index:
@@ -114,6 +130,11 @@ def test_arrays_that_do_not_agree_are_refused() -> None:
         change(b"", np.array([0, 1]), TAGS[:1], np.array([0, 1]))
     probe = native_probe()
     assert probe is not None
+    tags = native_tags()
+    assert tags is not None
+    for hashes, size in ((bytes(31), 16), (bytes(8), 4)):
+        with pytest.raises(ValueError, match="of 2 hashes"):
+            tags(hashes, size, 0, np.zeros(2, np.uint64))
     for places in (np.zeros((3, 11), np.int64), np.zeros((12, 3), np.int64).T):
         with pytest.raises(ValueError, match="for 12 tags"):
             probe(b"", 0, TAGS, places, False)
@@ -133,4 +154,5 @@ def test_without_a_compiler_numpy_looks_up(
     with caplog.at_level("WARNING", "vllm"):
         assert native_probe.__wrapped__() is None
     assert native_change.__wrapped__() is None
-    assert "there is no native look-up (llvmlite" in caplog.text
+    assert native_tags.__wrapped__() is None
+    assert "machine code cannot be used (llvmlite" in caplog.text

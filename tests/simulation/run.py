@@ -21,7 +21,7 @@ from vllm.v1 import kv_cache_interface
 
 from omni_connector import config, plugin
 from omni_connector.arena import block_index
-from omni_connector.arena.native_probe import native_change, native_probe
+from omni_connector.arena.native_probe import native_change, native_probe, native_tags
 from omni_connector.copy import host, jobs
 from omni_connector.copy.native import native_copy
 from omni_connector.net import runtime
@@ -71,6 +71,7 @@ _NATIVE: Final[list[tuple[Any, str, Any]]] = [
     (host, "native_copy", native_copy),
     (block_index, "native_probe", native_probe),
     (block_index, "native_change", native_change),
+    (block_index, "native_tags", native_tags),
 ]
 
 # What says the same for each engine of a process: it is asked once.

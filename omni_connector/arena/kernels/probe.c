@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/* Looks up the leading blocks of a prompt in the indexes of many engines, and changes the own index.
+/* Looks up the leading blocks of a prompt in the indexes of many engines, changes the own index, and
+ * computes the tags of blocks.
  *
  * memory/block_index.py lays the indexes out. Their owners write to them meanwhile, and may be
  * hostile: each word is read once and then used, and no slot is followed that does not exist.
@@ -17,6 +18,7 @@ struct index {
 };
 
 static const uint64_t EACH_BYTE = 0x0101010101010101, PRIME = 0x9E3779B97F4A7C15;
+static const uint64_t MIX = 0xD6E8FEB86659FD93;
 
 #define READ(word) __atomic_load_n(&(word), __ATOMIC_RELAXED)
 #define WRITE(word, value) __atomic_store_n(&(word), value, __ATOMIC_RELAXED)
@@ -132,4 +134,17 @@ int64_t change(
     if (tags)
         show(index, tags, slots, generations, count);
     return 1;
+}
+
+/* The tags of blocks, from the first 8 bytes of each of their hashes. */
+void tag(const uint8_t *hashes, int64_t hash_bytes, int64_t count, uint64_t seed, uint64_t *tags)
+{
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t word;
+        __builtin_memcpy(&word, hashes + i * hash_bytes, 8);
+        word = (word ^ seed) * MIX;
+        word ^= word >> 32;
+        word *= MIX;
+        tags[i] = word ? word : 1;
+    }
 }

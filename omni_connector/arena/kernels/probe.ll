@@ -1,4 +1,4 @@
-; clang 19, sha256 of the C 40dd669c165b1040
+; clang 19, sha256 of the C 43b08772c5d1f871
 ; scripts/compile_kernels.py has made this file.
 
 %struct.index = type { ptr, ptr, ptr, ptr, i64 }
@@ -367,6 +367,77 @@ cleanup.i:
 return:
   %retval.1 = phi i64 [ 1, %for.cond.cleanup5 ], [ 1, %for.cond3.preheader ], [ 1, %entry ], [ 1, %cleanup.i ], [ 0, %for.body ]
   ret i64 %retval.1
+}
+
+define void @tag(ptr %hashes, i64 %hash_bytes, i64 %count, i64 %seed, ptr %tags) {
+entry:
+  %cmp12 = icmp sgt i64 %count, 0
+  br i1 %cmp12, label %for.body.preheader, label %for.cond.cleanup
+
+for.body.preheader:
+  %xtraiter = and i64 %count, 1
+  %0 = icmp eq i64 %count, 1
+  br i1 %0, label %for.cond.cleanup.loopexit.unr-lcssa, label %for.body.preheader.new
+
+for.body.preheader.new:
+  %unroll_iter = and i64 %count, 9223372036854775806
+  br label %for.body
+
+for.cond.cleanup.loopexit.unr-lcssa:
+  %i.013.unr = phi i64 [ 0, %for.body.preheader ], [ %inc.1, %for.body ]
+  %lcmp.mod.not = icmp eq i64 %xtraiter, 0
+  br i1 %lcmp.mod.not, label %for.cond.cleanup, label %for.body.epil
+
+for.body.epil:
+  %mul.epil = mul i64 %i.013.unr, %hash_bytes
+  %add.ptr.epil = getelementptr i8, ptr %hashes, i64 %mul.epil
+  %word.0.copyload.epil = load i64, ptr %add.ptr.epil, align 1
+  %xor.epil = xor i64 %word.0.copyload.epil, %seed
+  %mul1.epil = mul i64 %xor.epil, -2960836687051489901
+  %shr.epil = lshr i64 %mul1.epil, 32
+  %xor2.epil = xor i64 %shr.epil, %mul1.epil
+  %mul3.epil = mul i64 %xor2.epil, -2960836687051489901
+  %tobool.not.epil = icmp eq i64 %word.0.copyload.epil, %seed
+  %cond.epil = select i1 %tobool.not.epil, i64 1, i64 %mul3.epil
+  %arrayidx.epil = getelementptr i64, ptr %tags, i64 %i.013.unr
+  store i64 %cond.epil, ptr %arrayidx.epil, align 8
+  br label %for.cond.cleanup
+
+for.cond.cleanup:
+  ret void
+
+for.body:
+  %i.013 = phi i64 [ 0, %for.body.preheader.new ], [ %inc.1, %for.body ]
+  %niter = phi i64 [ 0, %for.body.preheader.new ], [ %niter.next.1, %for.body ]
+  %mul = mul i64 %i.013, %hash_bytes
+  %add.ptr = getelementptr i8, ptr %hashes, i64 %mul
+  %word.0.copyload = load i64, ptr %add.ptr, align 1
+  %xor = xor i64 %word.0.copyload, %seed
+  %mul1 = mul i64 %xor, -2960836687051489901
+  %shr = lshr i64 %mul1, 32
+  %xor2 = xor i64 %shr, %mul1
+  %mul3 = mul i64 %xor2, -2960836687051489901
+  %tobool.not = icmp eq i64 %word.0.copyload, %seed
+  %cond = select i1 %tobool.not, i64 1, i64 %mul3
+  %arrayidx = getelementptr i64, ptr %tags, i64 %i.013
+  store i64 %cond, ptr %arrayidx, align 8
+  %inc = or i64 %i.013, 1
+  %mul.1 = mul i64 %inc, %hash_bytes
+  %add.ptr.1 = getelementptr i8, ptr %hashes, i64 %mul.1
+  %word.0.copyload.1 = load i64, ptr %add.ptr.1, align 1
+  %xor.1 = xor i64 %word.0.copyload.1, %seed
+  %mul1.1 = mul i64 %xor.1, -2960836687051489901
+  %shr.1 = lshr i64 %mul1.1, 32
+  %xor2.1 = xor i64 %shr.1, %mul1.1
+  %mul3.1 = mul i64 %xor2.1, -2960836687051489901
+  %tobool.not.1 = icmp eq i64 %word.0.copyload.1, %seed
+  %cond.1 = select i1 %tobool.not.1, i64 1, i64 %mul3.1
+  %arrayidx.1 = getelementptr i64, ptr %tags, i64 %inc
+  store i64 %cond.1, ptr %arrayidx.1, align 8
+  %inc.1 = add i64 %i.013, 2
+  %niter.next.1 = add i64 %niter, 2
+  %niter.ncmp.1 = icmp eq i64 %niter.next.1, %unroll_iter
+  br i1 %niter.ncmp.1, label %for.cond.cleanup.loopexit.unr-lcssa, label %for.body
 }
 
 declare i64 @llvm.cttz.i64(i64, i1)
