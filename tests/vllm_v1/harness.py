@@ -330,12 +330,14 @@ class InProcessEngine:
         xargs: dict[str, Any] | None = None,
         embeds: torch.Tensor | None = None,
         is_token: list[bool] | None = None,
+        resumable: bool = False,
     ) -> Request:
         """What a client asks.
 
         Args:
             embeds: one row for each token of the prompt, read in its place; all of them without
                 `is_token`, which says of each token whether it is read itself.
+            resumable: whether it is a part of a session of streamed input.
         """
         request_id = request_id or f"request-{next(_numbers)}"
         extra = dict(xargs or {})
@@ -360,6 +362,7 @@ class InProcessEngine:
             cache_salt=salt,
             lora_request=lora,
             block_hasher=self.hasher,
+            resumable=resumable,
             **more,
         )
 
