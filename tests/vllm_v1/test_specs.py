@@ -11,6 +11,7 @@ from msgspec import UNSET
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -33,12 +34,17 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 from omni_connector.errors import ConfigError, LayoutError  # noqa: E402
 from omni_connector.kv.canonical import GroupSpec, LayerSpec  # noqa: E402
 from omni_connector.kv.shapes import difference  # noqa: E402
+from omni_connector.vllm_v1.compat import keeps_kv_on_host  # noqa: E402
 from omni_connector.vllm_v1.specs import (  # noqa: E402
+    attends_to_all,
+    fails_by_block,
     group_shapes,
     group_specs,
+    own_layers,
     require_supported,
     require_vllm_engine,
     state_refusal,
+    transferred_groups,
 )
 
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
@@ -108,6 +114,37 @@ def test_layers_with_specs_of_their_own_keep_them():
     assert group == GroupSpec(
         "mla_attention", 16, (LayerSpec("b", 256, 256), LayerSpec("a", 512, 512))
     )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda **shape: FullAttentionSpec(**shape),
+        lambda **shape: SlidingWindowSpec(**shape, sliding_window=64),
+        lambda **shape: MLAAttentionSpec(**shape),
+    ],
+    ids=["full", "window", "latent"],
+)
+def test_a_group_of_a_target_and_its_drafter_is_the_same_to_scheduler_and_worker(kind):
+    """VLLM merges their specs for the workers, and gives the scheduler the first alone."""
+    target, drafter = kind(**SHAPE), kind(**{**SHAPE, "head_size": 16})
+    merged = UniformTypeKVCacheSpecs.from_specs({"model.0": target, "drafter.0": drafter})
+    assert isinstance(merged, UniformTypeKVCacheSpecs)
+    worker = config(
+        KVCacheGroupSpec(["model.0", "drafter.0"], merged), own=["model.0", "drafter.0"]
+    )
+    scheduler = generate_scheduler_kv_cache_config([worker])
+    assert scheduler.kv_cache_groups[0].kv_cache_spec == target
+    sizes = [each.unpadded_page_size_bytes for each in (target, drafter)]
+    (group,) = group_specs(worker)
+    assert [layer.page_bytes for layer in group.layers] == sizes
+    assert sizes[0] < sizes[1]
+    # What the scheduler half reads of them.
+    for found in (attends_to_all, fails_by_block, state_refusal, keeps_kv_on_host):
+        assert found(scheduler) == found(worker)
+    assert list(transferred_groups(scheduler)) == list(transferred_groups(worker))
+    for each in (scheduler, worker):
+        assert own_layers(each, each.kv_cache_groups[0]) == ["model.0", "drafter.0"]
 
 
 def test_states_of_as_many_bytes_are_told_apart():
