@@ -121,7 +121,7 @@ def test_numpy_copies_where_the_compiler_is_missing(monkeypatch, caplog):
     monkeypatch.setattr(importlib, "import_module", missing)
     with caplog.at_level("WARNING", "vllm"):
         assert native_copy.__wrapped__() is None
-    assert "there is no native copy (llvmlite" in caplog.text
+    assert "machine code cannot be used (llvmlite" in caplog.text
 
 
 @pytest.mark.parametrize(
