@@ -90,7 +90,7 @@ def test_rooms_that_copy_no_kv_load_neither_vllm_nor_torch() -> None:
         "    room = importlib.import_module('omni_connector.' + name)\n"
         "    for found in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n"
         "        importlib.import_module(found.name)\n"
-        "for name in ('channel', 'client', 'directory', 'messages', 'server'):\n"
+        "for name in ('channel', 'client', 'leases', 'messages', 'server'):\n"
         "    importlib.import_module('omni_connector.handoff.' + name)\n"
         "print({name.partition('.')[0] for name in sys.modules} & {'vllm', 'torch'})"
     )

@@ -159,7 +159,7 @@ def test_engines_that_share_a_key_talk_over_tcp(engine: Engine, friend: Asker) -
 def test_without_a_key_no_port_is_opened_and_nobody_asked(
     engine: Engine, start_engine: StartEngine, start_asker: StartAsker
 ) -> None:
-    with pytest.raises(ConfigError, match="only with a key"):
+    with pytest.raises(ConfigError, match="listen needs a key"):
         start_engine("keyless.sock", listen_tcp=LOOPBACK)
     error = failure(start_asker().lease_by_tcp(engine, engine.handoff()))
     assert isinstance(error, PeerUnreachableError)
