@@ -159,6 +159,8 @@ class TcpListener:
 
     def _abandon(self) -> None:
         # In a process that was forked. Nothing may close these numbers once more.
+        if self._listening.fileno() < 0:  # it is closed: the numbers are other files' by now
+            return
         self._files.pop_all()
         self._listening.detach()
         close_bound_to(self.bound)

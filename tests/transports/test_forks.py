@@ -20,6 +20,10 @@ from omni_connector.arena.arena import Arena
 from omni_connector.config import MooncakeSettings
 from omni_connector.errors import TransportError
 from omni_connector.net import runtime
+from omni_connector.net.keys import own_key
+from omni_connector.net.listener import TcpListener
+from omni_connector.net.peers import HostPort
+from omni_connector.net.zeromq import make_context
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.mooncake_store import MooncakeStoreConnector
 from omni_connector.objects.shm import SharedMemoryConnector
@@ -206,6 +210,20 @@ def test_a_child_whose_parent_holds_every_lock_does_not_hang(place: Path) -> Non
                 connector.close()
                 os._exit(0)
         assert ended(child) == 0
+
+
+def test_a_child_keeps_the_files_that_have_the_numbers_of_a_closed_listener(place: Path) -> None:
+    context = make_context()
+    listener = TcpListener(context, HostPort("127.0.0.1", 0), own_key(place / ".key"))
+    context.destroy(linger=0)
+    listener.close()
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(16)]  # the lowest numbers are reused
+    try:
+        assert in_child(lambda: [os.fstat(number) for number in files]) == 0
+    finally:
+        for number in files:
+            os.close(number)
+    assert listener.address.host == "127.0.0.1"  # until here the listener exists
 
 
 def test_a_child_does_not_hang_where_an_arena_is_being_mapped(place: Path) -> None:
