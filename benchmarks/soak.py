@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thousands of requests to engines that share their prefixes, one of which is killed all the while.
+"""Thousands of requests to engines that share their prefixes, while they come and go and change.
 
-See `tests.soak`. Every answer is compared with that of an engine without
-connector, and in the end nothing may be left: no slot held, no file in the runtime folder or in
+One is killed, or drains and ends, and starts again; two are given other weights and other roles.
+See `tests.soak`. Every answer is compared with that of an engine with the same weights and without
+connector. In the end nothing may be left: no slot held, no file in the runtime folder or in
 /dev/shm. The memory of the two engines that run throughout is looked at every second.
 
     python benchmarks/soak.py [--requests 10000] [--quick]
@@ -48,18 +49,20 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.runtime = folder / "run"
-        self._model = make_model("llama", folder / "model")
+        self.weights = [make_model("llama", folder / f"model {n}", seed=n) for n in range(2)]
         self._numbers = itertools.count()
         self._environment = {**engine_environment(self.runtime), **soak.ENVIRONMENT}
         one_thread = {"OMP_NUM_THREADS": "1"}
         self._forks = ForkServer(folder / "forks.log", self._environment | one_thread)
         self.close = self._forks.close
 
-    def engine(self, transfer: Mapping[str, Any] | None = None, **settings: Any) -> Engine:
+    def engine(
+        self, transfer: Mapping[str, Any] | None = None, weights: int = 0, **settings: Any
+    ) -> Engine:
         """An engine that is not started yet; None of a transfer makes the reference."""
         number, cores = next(self._numbers), sorted(os.sched_getaffinity(0))
         return PooledEngine(
-            self._model,
+            self.weights[weights],
             self.folder / f"{number}.log",
             transfer,
             # vLLM computes float32 on every CPU alike.
@@ -87,8 +90,10 @@ class Host:
 def run(host: Host, requests: int, seconds: float) -> tuple[soak.Report, list[str]]:
     """What came of so many requests, and what was left in the end."""
     prompts = soak.make_prompts(families=8, each=6)
-    with host.engine() as engine:
-        expected = soak.references(engine, prompts)
+    expected = []
+    for number in range(len(host.weights)):
+        with host.engine(weights=number) as engine:
+            expected.append(soak.references(engine, prompts))
     memory = soak.unmapped()
     left: list[str] = []
     pair = [host.sharer() for _ in range(2)]
@@ -101,7 +106,7 @@ def run(host: Host, requests: int, seconds: float) -> tuple[soak.Report, list[st
             soak.until(lambda engine=engine: not soak.held(engine), LEFT_S, "still held")
         time.sleep(STATUS_S)  # they have written all files that they write
         ours = soak.files(host.runtime)
-        work = soak.Soak(pair, host.sharer, prompts, expected)
+        work = soak.Soak(pair, host.sharer, prompts, expected, host.weights, host.runtime)
         report = work.run(requests, seconds=seconds)
         for number, engine in enumerate(pair):
             try:
@@ -129,6 +134,15 @@ def run(host: Host, requests: int, seconds: float) -> tuple[soak.Report, list[st
     return report, left
 
 
+def happened(report: soak.Report) -> str:
+    """What was done to the engines, in a sentence."""
+    done = report.changes
+    return (
+        f"The third engine was killed {done['kill']} times, and drained {done['drain']} times; the "
+        f"two others were given weights {done['refit']} times, and a role {done['role']} times."
+    )
+
+
 def markdown(report: soak.Report, left: list[str], seconds: float, command: str) -> str:
     """The results as a page."""
     answered = sum(report.answered.values())
@@ -140,7 +154,7 @@ def markdown(report: soak.Report, left: list[str], seconds: float, command: str)
         "",
         f"{answered} requests in {seconds / 60:.1f} minutes, {answered / seconds:.1f} a second: "
         f"{len(report.wrong)} wrong answers, {len(report.broken)} without an answer, "
-        f"{len(left)} things left. The third engine was killed {report.lives} times.",
+        f"{len(left)} things left. " + happened(report),
         "",
         *("| requests | number |", "|:--|---:|"),
         *(f"| {kind} | {number} |" for kind, number in sorted(report.answered.items())),

@@ -18,7 +18,7 @@ GROWTH = {"own": 48 << 20, "shared": 48 << 20, "files": 32, "threads": 16}
 def test_every_answer_is_right_and_nothing_is_left(engine_pool: Pool) -> None:
     prompts = soak.make_prompts(families=3, each=4)
     [member] = engine_pool.take(("reference", "llama", ""))
-    expected = soak.references(member.engine, prompts)
+    expected = [soak.references(member.engine, prompts)]
     runtime = engine_pool.runtime.with_name("soak")
     runtime.mkdir(mode=0o700)
 
@@ -34,10 +34,12 @@ def test_every_answer_is_right_and_nothing_is_left(engine_pool: Pool) -> None:
             soak.until(lambda engine=engine: not soak.held(engine), LEFT_S, "still held")
         soak.until(lambda: len(list(runtime.rglob("*.status"))) == 2, LEFT_S, "no status")
         ours = soak.files(runtime)
-        report = soak.Soak(pair, sharer, prompts, expected).run(REQUESTS)
+        weights = [engine_pool.model("llama")]
+        report = soak.Soak(pair, sharer, prompts, expected, weights, runtime).run(REQUESTS)
         assert not report.wrong
         assert not report.broken
         assert report.lives >= 1
+        assert report.changes["role"] >= 1
         for kind, most in GROWTH.items():
             assert all(growth < most for growth in report.growth(kind).values()), report.usage
         for engine in pair:
