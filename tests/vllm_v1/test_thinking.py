@@ -64,7 +64,9 @@ def test_so_is_that_of_a_hybrid(engine, family):
             "kv_both", extra=EXTRA, thinking=(opens, 2), instant_copies=True, family=family
         )
         assert sharer.generate(ASKED, ANSWER).tokens == tokens
+        assert_clean(sharer)
         made[opens] = sharer.count("blocks_saved")
+        sharer.shutdown()  # what it has kept, the next one would not keep again
     # The blocks that only the answer fills beyond the first thought, in both groups.
     assert 0 < made[tokens[place]] < made[CLOSED]
 
