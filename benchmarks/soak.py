@@ -2,10 +2,11 @@
 """Thousands of requests to engines that share their prefixes, while they come and go and change.
 
 One is killed, or drains and ends, and starts again; two are given other roles and, with `--refits`,
-other weights. Today's hand-offs do not compare weights that change while engines run, so with
-`--refits` answers are wrong. See `tests.soak`. Every answer is compared with that of an engine with the same weights and without
-connector. In the end nothing may be left: no slot held, no file in the runtime folder or in
-/dev/shm. The memory of the two engines that run throughout is looked at every second.
+other weights. Hand-offs do not compare weights that change while engines run, so with `--refits`
+answers are wrong today. See `tests.soak`. Every answer is compared with that of an engine with the
+same weights and without connector. In the end nothing may be left: no slot held, no file in the
+runtime folder or in /dev/shm. The memory of the two engines that run throughout is looked at every
+second.
 
     python benchmarks/soak.py [--requests 10000] [--quick] [--refits]
 
