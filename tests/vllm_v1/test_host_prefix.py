@@ -560,6 +560,8 @@ def test_what_is_pinned_stays_until_its_time(sharer, already_kept):
     other = sharer()
     other.generate([*PREFIX[: 4 * BLOCK], 5])
     assert other.count("tokens_from_host") == 4 * BLOCK
+    neighbours(other)
+    wait(lambda: inspection.used_again(alone.half))  # told later, it would outdo the second crowd
     alone.directory.pool.end_pins(float("inf"))
     crowd(alone, 8, params=hints(cache="high"))
     late = sharer()
