@@ -46,7 +46,7 @@ from omni_connector.runtime.trace import now
 from omni_connector.vllm_v1.compat import (
     cache_hit_source,
     hash_block_size,
-    worker_stats,
+    take_worker_stats,
 )
 from omni_connector.vllm_v1.control_calls import ControlCalls
 from omni_connector.vllm_v1.drafter import tokens_ahead
@@ -129,6 +129,8 @@ class OmniScheduler:
         self._trace = context.trace
         self._clock = context.clock
         self._manager = manager
+        # `KVCacheManager.get_blocks` makes an object of them, which costs as much as the rest.
+        self._blocks_of = manager.coordinator.get_blocks
         self._weights = weights
         self._ledger = ledger
         self._room = room
@@ -401,7 +403,7 @@ class OmniScheduler:
         if self._shared is not None:
             scheduled = scheduler_output.num_scheduled_tokens
             self._shared.build(meta)
-            self._shared.saves.build(meta, scheduled, self._manager.get_blocks)
+            self._shared.saves.build(meta, scheduled, self._blocks_of)
         meta.cancel = self._ledger.take_revoked()
         for request in scheduler_output.scheduled_new_reqs:
             self._report.prompt(len(request.prompt_token_ids or ()), request.num_computed_tokens)
@@ -414,7 +416,7 @@ class OmniScheduler:
     def update_output(self, output: "KVConnectorOutput") -> None:
         """Take the workers' reports."""
         self._trace.begin_each(output.finished_recving or (), "scheduling", after="load")
-        if (counted := worker_stats(output)) is not None:
+        if (counted := take_worker_stats(output)) is not None:
             self._report.workers(counted)
         report = output.kv_connector_worker_meta
         if output.invalid_block_ids and self._sender is not None:
@@ -474,7 +476,7 @@ class OmniScheduler:
             self._receiver.decline(request.kv_transfer_params or {})  # nothing was asked for yet
         self._adapters.ends(request.request_id)
         if self._shared is not None:
-            self._shared.finish(request.request_id)
+            self._shared.finish(request.request_id, self._blocks_of)
         answer: dict[str, Any] | None = None
         if request.kv_transfer_params:
             if self._receiver is not None:
@@ -488,7 +490,7 @@ class OmniScheduler:
 
     def copying(self) -> bool:
         """Whether a later step has to free blocks that copies hold, or to copy more."""
-        return bool(self._ledger) or (self._shared is not None and bool(self._shared.saves.waiting))
+        return bool(self._ledger) or (self._shared is not None and self._shared.saves.has_work)
 
     def _busy(self) -> bool:
         return self.copying() or (self._directory is not None and self._directory.num_handoffs > 0)
@@ -538,7 +540,9 @@ class OmniScheduler:
         return True
 
     def take_stats(self) -> OmniStats | None:
-        """What was counted since the last call; None when nothing changed."""
+        """What was counted; None when nothing changed, or if it is told in a later step."""
+        if self._serving.has_requests and not self._report.is_due:
+            return None
         if self._shared is not None:
             self._shared.count_failures()
         return self._report.take()
