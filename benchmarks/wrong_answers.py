@@ -238,43 +238,58 @@ def pair(stage: Stage) -> Iterator[tuple[Engine, Engine]]:
             engine.stop()
 
 
-def in_time(stage: Stage, expected: Sequence[Answer]) -> Outcome:
+def fetched(
+    stage: Stage, expected: Sequence[Answer], meanwhile: Callable[[Engine], Engine | None]
+) -> Outcome:
+    """All prompts are prefilled, something happens to the prefill engine, and then the decode
+    engine is asked.
+
+    Args:
+        meanwhile: what happens; returns the prefill engine that is there afterwards.
+    """
     with pair(stage) as (first, second):
         params = [prefill(first, each) for each in stage.prompts]
-        outcome = answers(second, stage, expected, params)
-        outcome.leaked = leaked(first, second)
-        return outcome
+        there = meanwhile(first)
+        try:
+            outcome = answers(second, stage, expected, params)
+            outcome.leaked = leaked(*filter(None, (there, second)))
+            return outcome
+        finally:
+            if there is not None:
+                there.stop()
+
+
+def in_time(stage: Stage, expected: Sequence[Answer]) -> Outcome:
+    return fetched(stage, expected, lambda first: first)
 
 
 def late(stage: Stage, expected: Sequence[Answer]) -> Outcome:
-    with pair(stage) as (first, second):
-        params = [prefill(first, each) for each in stage.prompts]
+    def wait(first: Engine) -> Engine:
         time.sleep(1.5 * LEASE_S)
         others(first)
-        outcome = answers(second, stage, expected, params)
-        outcome.leaked = leaked(first, second)
-        return outcome
+        return first
+
+    return fetched(stage, expected, wait)
 
 
 def replaced(stage: Stage, expected: Sequence[Answer]) -> Outcome:
-    with pair(stage) as (first, second):
-        params = [prefill(first, each) for each in stage.prompts]
+    def replace(first: Engine) -> Engine:
         first.kill()
-        with stage.engine(stage.side("kv_producer"), 0, "kv_producer") as successor:
+        successor = stage.engine(stage.side("kv_producer"), 0, "kv_producer")
+        try:
+            successor.start()
             successor.wait_ready(240.0)
             others(successor)
-            outcome = answers(second, stage, expected, params)
-            outcome.leaked = leaked(successor, second)
-            return outcome
+        except BaseException:
+            successor.stop()
+            raise
+        return successor
+
+    return fetched(stage, expected, replace)
 
 
 def gone(stage: Stage, expected: Sequence[Answer]) -> Outcome:
-    with pair(stage) as (first, second):
-        params = [prefill(first, each) for each in stage.prompts]
-        first.kill()
-        outcome = answers(second, stage, expected, params)
-        outcome.leaked = leaked(second)
-        return outcome
+    return fetched(stage, expected, Engine.kill)
 
 
 def never_fetched(stage: Stage, expected: Sequence[Answer]) -> Outcome:

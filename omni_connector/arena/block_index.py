@@ -131,7 +131,8 @@ def tag_of(key_prefix: bytes, group: int, block_hash: bytes) -> int:
     """The tag of one block, as `tags_of` gives it, in a tenth of the time.
 
     Args:
-        block_hash: of 8 bytes or more, as long as those of the other blocks.
+        block_hash: vLLM's, of at least 8 bytes; all blocks of the index must have hashes of this
+            length.
     """
     tag = int.from_bytes(block_hash[:8], sys.byteorder)
     tag ^= xxhash.xxh3_64_intdigest(b"%d/%b" % (group, key_prefix))

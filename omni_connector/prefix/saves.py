@@ -261,7 +261,8 @@ class PrefixSaves:
         tenant, hints = prompt.tenant, prompt.hints
         kept_tokens = prompt.kept_tokens(computed)
         for g, shape in enumerate(self._groups):
-            first, end = prompt.sent[g], kept_tokens // shape.block_size
+            first = prompt.sent[g]
+            end = kept_tokens // shape.block_size
             filled = prompt.full_hashes(g, first, end) if end > first else []
             block_ids: list[int] = []
             names = prompt.names_of(g, first, filled)

@@ -329,7 +329,9 @@ class SharedPrefix:
             # from before the reset saves nothing.
             goes_on = prompt.request.num_computed_tokens and not prompt.jobs
             prompt.sent = [_NEVER if goes_on else 0] * len(self._groups)
-            prompt.found, prompt.fills_at, prompt.keeps = None, 0, 0
+            prompt.found = None
+            prompt.fills_at = 0
+            prompt.keeps = 0
             if prompt.due:
                 self.saves.look_at(prompt)
             if not prompt.jobs:

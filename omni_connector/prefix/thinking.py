@@ -54,7 +54,8 @@ class Thoughts:
         start = self.tokens.start
         if not self._looked:
             tail = token_ids[max(0, num_prompt - _OPENED_WITHIN) : num_prompt]
-            opened, closed = _last(tail, start), _last(tail, self.tokens.end)
+            opened = _last(tail, start)
+            closed = _last(tail, self.tokens.end)
             if opened is not None and (closed is None or closed < opened):
                 self.begin = num_prompt
                 return self.begin
