@@ -203,8 +203,8 @@ SHARING: Final = (
         "the block that a step begins to fill is listed with those that it fills",
         (
             "omni_connector.prefix.saves",
-            "            first, end = prompt.sent[g], kept_tokens // shape.block_size\n",
-            "            first, end = prompt.sent[g], -(-kept_tokens // shape.block_size)\n",
+            "            end = kept_tokens // shape.block_size\n",
+            "            end = -(-kept_tokens // shape.block_size)\n",
         ),
     ),
     mutant(
