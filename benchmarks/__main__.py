@@ -13,6 +13,7 @@ from pathlib import Path
 BENCHMARKS = (
     "data_plane",
     "fresh_arena",
+    "weights_digest",
     "scheduler_step",
     "handoff_open",
     "scale",

@@ -24,6 +24,10 @@ CONNECTOR_MODULE: Final = "omni_connector.vllm_v1.connector"
 
 # By name, as vLLM imports the connector: all of `vllm_v1` needs what stands here.
 _STARTUP_MODULE: Final = "omni_connector.vllm_v1.startup"
+_MODELS_MODULE: Final = "omni_connector.vllm_v1.loaded_models"
+
+WORKERS: Final = "vllm.v1.worker.worker_base"
+"""The module of vLLM that defines the workers, whose models the connector reads."""
 
 # (first supported, first not supported), as (major, minor).
 SUPPORTED_VLLM: Final = ((0, 30), (0, 34))
@@ -122,6 +126,8 @@ def register() -> None:
     except ImportError as error:
         _logger.error("OmniKVConnector is not registered, vLLM has no connector factory: %s", error)
         return
+    if WORKERS in sys.modules:  # else this process has made no worker yet
+        importlib.import_module(_MODELS_MODULE).watch_workers()
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
 

@@ -34,6 +34,7 @@ from omni_connector.handoff.messages import (
     encode,
 )
 from omni_connector.handoff.params import handoff_answer, no_handoff_answer
+from omni_connector.identity.epochs import WeightsName
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.packets import PACKAGE, Refusal
@@ -52,6 +53,7 @@ FOLDER: Final = Path(__file__).parents[1] / "tests" / "fixtures"
 EPOCH: Final = b"e" * 16
 TOKEN: Final = b"t" * 16
 DIGEST: Final = b"d" * 32
+WEIGHTS: Final = WeightsName("0f" * 16, "1e" * 16, "2d" * 16, changed=True)
 STORE_KEY: Final = "default/0123/0.0/abcd"
 SLOTS: Final = 8
 SLOT_BYTES: Final = 4096
@@ -149,12 +151,18 @@ def _packed(message: msgspec.Struct) -> bytes:
 FILES: Final[dict[str, Callable[[], bytes]]] = {
     "handoff.request.handshake": lambda: encode(Handshake.of(compatibility())),
     "handoff.request.lease": lambda: encode(LeaseRequest(3, TOKEN, 40, DIGEST, "blocks")),
+    "handoff.request.lease-weights": lambda: encode(
+        LeaseRequest(3, TOKEN, 40, DIGEST, "blocks", WEIGHTS)
+    ),
     "handoff.request.release": lambda: encode(Release(TOKEN, 3)),
     "handoff.reply.handshake": lambda: encode(
         HandshakeReply(EPOCH, "sha256:16:seed", compatibility(), ((endpoint(),),))
     ),
     "handoff.reply.refused": lambda: encode(Refused("dtype", "a", "b")),
     "handoff.reply.granted": lambda: encode(LeaseGranted(3, 40, (0,), (((0, 1), (5, 2)),), 12.5)),
+    "handoff.reply.granted-weights": lambda: encode(
+        LeaseGranted(3, 40, (0,), (((0, 1), (5, 2)),), 12.5, WEIGHTS)
+    ),
     "handoff.reply.denied": lambda: encode(LeaseDenied(3, "unknown_token")),
     "params.handoff": _params,
     "params.none": lambda: json.dumps(no_handoff_answer("arena_full"), sort_keys=True).encode(),

@@ -5,10 +5,13 @@ Harnesses and tests that have to see, or change, what no public name tells ask h
 connector's private names stand in one place. Nothing here is needed to use the connector.
 """
 
+import hashlib
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+from omni_connector.identity.epochs import RankWeights, WeightsDigest
 
 if TYPE_CHECKING:
     from omni_connector.arena.arena import Arena
@@ -362,11 +365,6 @@ def indexed(half: "OmniScheduler") -> int:
     return int((shared_parts(half)._host._own.index._cell_of >= 0).sum())
 
 
-def forget_reset(half: "OmniScheduler") -> None:
-    """As if vLLM's last reset of its prefix cache had not come with other weights."""
-    half._weights.begin()
-
-
 def explainer(half: "OmniScheduler") -> Any:
     """Return what answers `omni-connector explain` for an engine."""
     return shared_parts(half)._explainer
@@ -672,3 +670,48 @@ def compare_nothing(replace: Callable[[Any, str, Any], object]) -> None:
     from omni_connector.copy import loading
 
     replace(loading._Load, "_compare", lambda *_: None)
+
+
+def toy_digest(weights: bytes) -> WeightsDigest:
+    """The digest of a toy model's weights."""
+    return WeightsDigest(hashlib.blake2b(weights, digest_size=16).hexdigest(), "toy")
+
+
+def hashed(weights: Callable[[], bytes]) -> Generator[None, None, WeightsDigest]:
+    """The same, in two pieces; the weights are read after the first of them."""
+    yield
+    return toy_digest(weights())
+
+
+def know_weights(half: "OmniScheduler", ranks: int, weights: bytes) -> None:
+    """Let an engine know its weights as if it had served a request."""
+    half._follow_weights()
+    half._weights.ask()
+    question = half._weights.asked
+    half._take_weights([RankWeights(r, question, toy_digest(weights)) for r in range(ranks)])
+
+
+def read_weights(worker: "OmniWorker", read: Callable[[], Any]) -> None:
+    """Let a worker read its weights by this from now on."""
+    worker._weights._read = read
+
+
+def present(half: Any) -> Sequence[object]:
+    """The engines whose arenas an engine reads."""
+    found: Sequence[object] = half._shared._host._neighbours.present()
+    return found
+
+
+def weights_known(half: "OmniScheduler") -> bool:
+    """Whether an engine knows which weights it has."""
+    return half._weights.known
+
+
+def resets(half: "OmniScheduler") -> object:
+    """Changes whenever an engine notices that caches are to be reset."""
+    return half._weights.number, half._weights._noticed_times
+
+
+def has_known_weights(half: "OmniScheduler") -> bool:
+    """Whether an engine has ever known its weights."""
+    return half._weights._first is not None

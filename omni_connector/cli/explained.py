@@ -335,7 +335,10 @@ def explained(
         either = [list(map(max, *pair)) for pair in zip(there, stored, strict=True)]
         end = _reach(shapes, either, unit, start, last)
     if engine.alone:
-        remarks.append("its prefix cache was reset: it shares with nobody until it is restarted")
+        remarks.append(
+            "its weights are not known (yet): at the start and after a reset its next request "
+            "shows them; else its log says why"
+        )
     if not engine.shares:
         remarks.append("it does not use the arenas of this host (`share` is off)")
     names = {other.engine.socket: other.name for other in others}
@@ -510,14 +513,13 @@ def _why_apart(engine: ThisEngine, other: ThisEngine) -> str | None:
         whose = "it does" if engine.shares else "this one does"
         return f"{whose} not use the arenas of this host"
     if engine.alone or other.alone:
-        return f"the prefix cache of {'this one' if engine.alone else 'it'} was reset"
+        return f"the weights of {'this one' if engine.alone else 'it'} are not known (yet)"
+    if other.traits.get("weights") != engine.traits.get("weights"):
+        return "it has other weights in its memory"
     if other.socket in engine.neighbours:
         return None
-    weights = [each.traits.get("weights") for each in (engine, other)]
     for name, ours in engine.traits.items():
         theirs = other.traits.get(name)
-        if name == "model" and all(weights):  # digests of weights decide, not the models' names
-            continue
         if ours != theirs:
             return plain(f"another {name.replace('_', ' ')}: {theirs!r}, here {ours!r}")
     return "they have not met yet"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import zmq
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from omni_connector.errors import ConfigError, OmniError, PeerUnreachableError, ProtocolError
@@ -92,6 +93,8 @@ class ControlChannel:
         sockets: Sockets | None = None,
     ) -> None:
         self._compatibility = compatibility
+        self._learned = compatibility
+        self._by_files = True
         self._server = server
         self._key = key
         self._on_tick = on_tick
@@ -188,13 +191,32 @@ class ControlChannel:
         """
 
         def run() -> None:
-            self._compatibility = compatibility = replace(self._compatibility, **fields)
-            for peer in self._peers.values():
-                peer.session.learn(compatibility)
-            for answer in self._server.learn(compatibility) if self._server is not None else ():
-                self._guarded(self._reply, *answer)
+            self._learned = replace(self._learned, **fields)
+            self._judge_anew()
 
         self._post(run)
+
+    def judge_by_files(self, judged: bool) -> None:
+        """Whether this engine has the weights of the files that it was started from: else peers are
+        not judged by these. Returns at once; any thread may call it."""
+
+        def run() -> None:
+            self._by_files = judged
+            self._judge_anew()
+
+        self._post(run)
+
+    def _judge_anew(self) -> None:
+        compatibility = self._learned
+        if not self._by_files:
+            compatibility = replace(compatibility, weights=UNSET, weight_files=UNSET)
+        if compatibility == self._compatibility:
+            return
+        self._compatibility = compatibility
+        for peer in self._peers.values():
+            peer.session.learn(compatibility)
+        for answer in self._server.learn(compatibility) if self._server is not None else ():
+            self._guarded(self._reply, *answer)
 
     def recheck(self) -> None:
         """Have the server look at its pending lease requests again; returns at once."""

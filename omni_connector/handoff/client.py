@@ -30,6 +30,7 @@ from omni_connector.handoff.messages import (
     decode_reply,
 )
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.identity.epochs import WeightsName
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.status import plain
 
@@ -77,6 +78,7 @@ class PendingLease:
         epoch: of the prefill engine that made the token.
         hash_id: how our own block hashes are made.
         deadline: seconds of the clock after which it fails.
+        weights: our own.
         future: gets the lease or an `OmniError`.
         asked_again: whether it was sent a second time, after another handshake.
     """
@@ -86,6 +88,7 @@ class PendingLease:
     epoch: bytes
     hash_id: str
     deadline: float
+    weights: WeightsName = field(default_factory=WeightsName)
     future: "Future[Lease]" = field(default_factory=Future)
     asked_again: bool = False
 
@@ -183,7 +186,16 @@ class PeerSession:
             return []
         self._next_sequence += 1
         self._waiting[self._next_sequence] = pending
-        return [LeaseRequest(self._next_sequence, pending.token, prompt.num_tokens, digest, kind)]
+        return [
+            LeaseRequest(
+                self._next_sequence,
+                pending.token,
+                prompt.num_tokens,
+                digest,
+                kind,
+                pending.weights,
+            )
+        ]
 
     def receive(self, frame: bytes) -> list[Request]:
         """Handle one frame of the peer; returns what to send now. A malformed one ends the

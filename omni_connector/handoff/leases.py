@@ -12,7 +12,7 @@ fails.
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby, takewhile
@@ -121,7 +121,6 @@ class SlotDirectory:
         self._ends: OrderedDict[bytes, float] = OrderedDict()
         self._leases: OrderedDict[tuple[bytes, Hashable], float] = OrderedDict()
         self.pool.on_lost = self._close_holders
-        self._void: list[Ints] = []  # slots whose readers have not been told that they are void
 
     def open(
         self,
@@ -320,34 +319,13 @@ class SlotDirectory:
             the slot's header, it tells readers that the slot is void.
         """
         with self._lock:
-            self._void_all()
-            numbers = np.unique(np.concatenate(self._void))
-            self._void.clear()
+            leased = [each.held for each in self._handoffs.values() if each.leases]
+            for handoff in list(self._handoffs.values()):
+                self._close(handoff)
+            self.pool.forget()
+            numbers = np.unique(np.concatenate([*leased, NONE]))
+            self.pool.generation[numbers] += 1
             return numbers.tolist(), self.pool.generation[numbers].tolist()
-
-    def void_unless(self, valid: Callable[[], bool]) -> bool:
-        """Do the work of a `void` that is due, before it is called; returns whether there was any.
-
-        The engine's thread takes no slots between the reset and that call of `void`, which then
-        returns these slots too.
-
-        Args:
-            valid: returns False from the reset until `void` is about to be called.
-        """
-        with self._lock:
-            if valid() or not (self._handoffs or self.pool.num_cached):
-                return False
-            self._void_all()
-            return True
-
-    def _void_all(self) -> None:
-        leased = [each.held for each in self._handoffs.values() if each.leases]
-        for handoff in list(self._handoffs.values()):
-            self._close(handoff)
-        self.pool.forget()
-        numbers = np.unique(np.concatenate([*leased, NONE]))
-        self.pool.generation[numbers] += 1
-        self._void.append(numbers)
 
     def usage(self) -> tuple[int, int, int]:
         """(slots held, slots cached, leases)."""

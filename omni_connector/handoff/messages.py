@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from omni_connector.errors import ProtocolError
+from omni_connector.identity.epochs import WeightsName
 from omni_connector.kv.compatibility import MAX_GROUPS, MAX_RANKS, CompatibilityKey, Count, Text
 from omni_connector.net.packets import PACKAGE
 from omni_connector.net.zeromq import MAX_MESSAGE_BYTES
@@ -99,10 +100,11 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     theirs: Text
 
 
-class LeaseRequest(msgspec.Struct, frozen=True, tag=True):
+class LeaseRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Asks for the slots of one hand-off; the answer repeats the `sequence`.
 
-    `num_tokens` and `digest` are of the asker's prompt: see `Prompt.digest`.
+    `num_tokens` and `digest` are of the asker's prompt: see `Prompt.digest`. `weights` are the
+    asker's; those that it was started with where it does not say.
     """
 
     sequence: Sequence
@@ -110,9 +112,10 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag=True):
     num_tokens: Positive
     digest: Digest
     digest_kind: DigestKind
+    weights: WeightsName = WeightsName()
 
 
-class LeaseGranted(msgspec.Struct, frozen=True, tag=True):
+class LeaseGranted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The slots are leased to the asker.
 
     Attributes:
@@ -121,6 +124,8 @@ class LeaseGranted(msgspec.Struct, frozen=True, tag=True):
             later token reads those before.
         groups: for each cache group (slot, generation) of each block from there.
         lease_s: seconds from now until the slots may be reused.
+        weights: that the KV was computed with; those that the engine was started with where it
+            does not say.
     """
 
     sequence: Sequence
@@ -131,6 +136,7 @@ class LeaseGranted(msgspec.Struct, frozen=True, tag=True):
         Meta(min_length=1, max_length=MAX_GROUPS),
     ]
     lease_s: Seconds
+    weights: WeightsName = WeightsName()
 
     def __post_init__(self) -> None:
         if len(self.first_blocks) != len(self.groups):

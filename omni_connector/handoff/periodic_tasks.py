@@ -23,7 +23,6 @@ class PeriodicTasks:
         folder: the runtime folder.
         context: clock and locks.
         directory: whose leases it ends. None where nothing is handed off.
-        valid: whether the directory's KV is of the engine's weights; it voids the directory if not.
         tell: writes the engine's status to the folder; not called on the engine's thread.
 
     Attributes:
@@ -36,13 +35,11 @@ class PeriodicTasks:
         folder: Path,
         context: EngineContext,
         directory: SlotDirectory | None = None,
-        valid: Callable[[], bool] = lambda: True,
         tell: Callable[[], object] = lambda: None,
     ) -> None:
         self._folder = folder
         self._clock = context.clock
         self._directory = directory
-        self._valid = valid
         self._tell = tell
         self.channel: ControlChannel | None = None
         self._next_sweep = context.clock() + _SWEEP_S
@@ -53,9 +50,6 @@ class PeriodicTasks:
     def tick(self) -> None:
         """Do what is due; called about twice a second."""
         self._expire()
-        # The thread of an idle engine notices a reset only with its next request.
-        if self._directory is not None:
-            self._directory.void_unless(self._valid)
         # The sockets of a killed engine are dead only when all its processes are, and no engine
         # may have been connected to it.
         if self._clock() >= self._next_sweep:

@@ -28,6 +28,8 @@ from omni_connector.handoff.params import (
     wants_remote_kv,
 )
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.handoff.server import OTHER_WEIGHTS
+from omni_connector.identity.epochs import WeightsName
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape, same_bytes
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
@@ -37,7 +39,15 @@ from omni_connector.runtime.stats import LEASE_EXPIRED
 logger = logging.getLogger("vllm.omni_connector.receiver")
 
 _DENIALS: Final = frozenset(
-    {"unknown_token", "other_prompt", "other_epoch", "not_ready", "not_introduced", "overloaded"}
+    {
+        "unknown_token",
+        "other_prompt",
+        "other_epoch",
+        OTHER_WEIGHTS,
+        "not_ready",
+        "not_introduced",
+        "overloaded",
+    }
 )
 
 _KINDS: Final[dict[type[Exception], str]] = {
@@ -50,11 +60,10 @@ _KINDS: Final[dict[type[Exception], str]] = {
 _LEASE_MARGIN_S: Final = 1.0
 _LEASE_MARGIN: Final = 0.25
 
-# A prefill engine that is reset voids its leases, and tells nobody while it is idle. Engines that
-# get new weights compute nothing until a second after the last reset (docs/guarantees.md). So this
-# engine has asked for a lease from before a reset longer ago than this, and has computed nothing
-# since: it asks again. Time in which it computes does not count: a single step may take longer, and
-# the engine would ask for ever.
+# A prefill engine that gets other weights voids its leases, and tells nobody. A decode engine asks
+# again for a lease that it asked for longer ago than this, so that its loads seldom find void
+# slots. Seconds in which it computes do not count: a single step may take longer, and the engine
+# would ask for ever.
 _FRESH_S: Final = 0.5
 
 # Answers that took longer than `_FRESH_S` after which a request gives up. Else it would ask a slow
@@ -76,9 +85,11 @@ class _Load:
     remote: RemotePrefill
     address: str
     asked_at: float
-    idle_at_first: float  # what `_idle_time` was when it arrived
     answer_by: float = 0.0
     idle_before: float = 0.0  # what `_idle_time` was when the lease request was sent
+    # What `_idle_time` was when its lease was found to be old for the first time. Until then it may
+    # have waited for something else, such as room in the own arena.
+    idle_at_first: float | None = None
     future: "Future[Lease] | None" = None
     lease: Lease | None = None
     slow_answers: int = 0  # in succession
@@ -97,6 +108,7 @@ class HandoffReceiver:
         compatibility: this engine's compatibility key.
         group_ids: index of each transferred group among vLLM's groups.
         hash_id: how this engine hashes blocks.
+        weights: returns the name of this engine's weights.
         load_timeout: seconds for an answer, and again for the bytes.
         lingers: whether a step waits a moment for answers if the engine has nothing to compute.
         context: clock and statistics.
@@ -116,6 +128,7 @@ class HandoffReceiver:
         compatibility: CompatibilityKey,
         group_ids: tuple[int, ...],
         hash_id: str,
+        weights: Callable[[], WeightsName] = WeightsName,
         load_timeout: float,
         lingers: bool,
         context: EngineContext,
@@ -127,6 +140,7 @@ class HandoffReceiver:
         self._compatibility = compatibility
         self._group_ids = group_ids
         self._hash_id = hash_id
+        self._weights = weights
         self._timeout = load_timeout
         self._lingers = lingers
         self._lingers_until: float | None = None  # in this step
@@ -143,7 +157,7 @@ class HandoffReceiver:
     def add(self, request: EngineRequest, remote: RemotePrefill, prompt: Prompt) -> None:
         """A request has arrived whose prompt was prefilled elsewhere: ask for a lease on its KV."""
         address, now = self._address_of(remote), self._clock()
-        load = _Load(request, prompt, remote, address, now, self._idle_time())
+        load = _Load(request, prompt, remote, address, now)
         self._ask(load)
         self._loads[request.request_id] = load
 
@@ -152,7 +166,9 @@ class HandoffReceiver:
         load.answer_by = deadline + 1.0  # by then the channel has answered, if it still runs
         load.idle_before = self._idle_time()
         remote = load.remote
-        pending = PendingLease(remote.token, load.prompt, remote.epoch, self._hash_id, deadline)
+        pending = PendingLease(
+            remote.token, load.prompt, remote.epoch, self._hash_id, deadline, self._weights()
+        )
         self._channel.request_lease(load.address, pending)
         load.future = pending.future
 
@@ -199,6 +215,8 @@ class HandoffReceiver:
         slow = lease.received - load.asked_at > _FRESH_S
         load.slow_answers = load.slow_answers + 1 if slow else 0
         # With data parallelism, other ranks may keep an engine from its next step again and again.
+        if load.idle_at_first is None:
+            load.idle_at_first = self._idle_time()
         idle = self._idle_time() - load.idle_at_first
         if load.slow_answers >= _SLOW_ANSWERS or idle > self._timeout:
             self._give_up(load, "peer_unreachable", "its answers come too late to be used")
@@ -233,7 +251,10 @@ class HandoffReceiver:
             lease = future.result()
             problem = self._check(lease, load.prompt)
             load.lease = lease
-            if problem is not None:
+            differs = lease.granted.weights.difference(self._weights())
+            if differs is not None:  # of a peer that does not compare them itself
+                self._give_up(load, OTHER_WEIGHTS, differs)
+            elif problem is not None:
                 self._give_up(load, "malformed_answer", problem)
             elif load.former is not None:
                 self._channel.release(load.former)
@@ -388,6 +409,20 @@ class HandoffReceiver:
             self._stats.fail(failure)
         self._failed.append(load.request)
 
+    def refuse(self, request_id: str, reason: str, text: str) -> None:
+        """Load nothing for a request after all."""
+        load = self._waiting(request_id)
+        if load is not None:
+            load.ended = True
+            self._give_up(load, reason, text)
+
+    def suspend(self) -> None:
+        """The engine's weights may have changed: what is being loaded now is not used, as it would
+        come before that is known."""
+        for load in self._loads.values():
+            if load.job_id is not None:
+                load.void = True
+
     def void(self) -> None:
         """The engine's weights have changed: void all lease requests, leases and loads.
 
@@ -399,7 +434,7 @@ class HandoffReceiver:
             load.void = True
             if load.job_id is None:  # else its job ends first, and what it loads is not used
                 load.ended = True
-                self._give_up(load, "weights_changed", "the prefix cache was reset meanwhile")
+                self._give_up(load, "weights_changed", "the engine has other weights now")
 
     def take_void(self) -> list[Any]:
         """vLLM's requests whose loads have ended since the last call, but are void."""

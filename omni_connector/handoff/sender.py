@@ -70,6 +70,8 @@ class HandoffSender:
         engine_id, epoch, address: for the answer to the router.
         arena_wait: seconds that a request may wait for room.
         context: clock and statistics.
+        weights_known: whether the engine's weights are those of the directory's slots, for all that
+            is known. Until they are, nothing that is copied can be leased.
         on_complete: called when a hand-off may have become ready, or void.
 
     Attributes:
@@ -89,7 +91,10 @@ class HandoffSender:
         arena_wait: float,
         context: EngineContext,
         on_complete: Callable[[], None],
+        weights_known: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._weights_known = weights_known
+        self._unsettled: list[tuple[Handoff, list[Block]]] = []  # copied while they were not known
         self._directory = directory
         self._pool = directory.pool
         self._ledger = ledger
@@ -215,31 +220,57 @@ class HandoffSender:
         if not chosen:  # another hand-off has, or had, all of them copied
             return {}
         spec = _spec(send, handoff, chosen, tables, self._directory.pool.header_keys)
+        known = self._weights_known()  # those that this step computes with
         job_id = self._ledger.start(
             spec.blocks,
-            lambda failure: self._job_ended(send, handoff, job_id, chosen, failure),
+            lambda failure: self._job_ended(send, handoff, job_id, chosen, failure, known=known),
         )
         send.jobs[job_id] = chosen
         self._copying[job_id] = send
         return {job_id: spec}
 
     def _job_ended(
-        self, send: _Send, handoff: Handoff, job_id: int, blocks: list[Block], failure: str | None
+        self,
+        send: _Send,
+        handoff: Handoff,
+        job_id: int,
+        blocks: list[Block],
+        failure: str | None,
+        *,
+        known: bool,
     ) -> None:
         send.jobs.pop(job_id, None)
         del self._copying[job_id]
         if job_id in self._spoiled:  # it may have ended before it could be stopped
             self._spoiled.discard(job_id)
             failure = failure or CANCELLED
-        if failure is None:
+        if failure is None and (known or self._weights_known()):
             self._directory.filled(handoff, blocks)
-        elif handoff is not send.handoff:  # it is void, and its prompt is copied anew
+            self._on_complete()
+            return
+        if failure is None:
+            self._unsettled.append((handoff, blocks))
+            return
+        if handoff is not send.handoff:  # it is void, and its prompt is copied anew
             self._directory.unfilled(handoff, blocks)
         else:
             if failure != CANCELLED:
                 self._refuse(send, failure, f"copying its blocks failed: {failure}")
             self._directory.unfilled(handoff, blocks)
             self._abandon(send)
+        self._on_complete()
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether hand-offs wait until the engine's weights are known."""
+        return bool(self._unsettled)
+
+    def settle(self) -> None:
+        """The engine's weights are known to be the same: what was copied meanwhile can be
+        leased."""
+        for handoff, blocks in self._unsettled:
+            self._directory.filled(handoff, blocks)
+        self._unsettled.clear()
         self._on_complete()
 
     def void(self) -> tuple[list[int], list[int]]:
@@ -250,6 +281,9 @@ class HandoffSender:
             What `SlotDirectory.void` does.
         """
         voided = self._directory.void()
+        for handoff, blocks in self._unsettled:
+            self._directory.unfilled(handoff, blocks)
+        self._unsettled.clear()
         for request_id, send in list(self._admitted.items()):
             self._ledger.revoke(send.jobs)
             if send.request.num_computed_tokens:
@@ -262,6 +296,16 @@ class HandoffSender:
         self._tried = None
         self._on_complete()
         return voided
+
+    def refuse(self, request_id: str, reason: str, text: str) -> None:
+        """Do not hand a request off after all."""
+        send = self._sends.get(request_id)
+        if send is None or send.refusal is not None:
+            return
+        self._refuse(send, reason, text)
+        if self.waiting.pop(request_id, None) is not None:
+            self._tried = None
+        self._abandon(send)
 
     def loads_failed(self, block_ids: set[int]) -> None:
         """A connector beside this one has failed to load these KV blocks, and vLLM computes them

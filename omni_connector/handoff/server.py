@@ -27,11 +27,15 @@ from omni_connector.handoff.messages import (
     Request,
     decode_request,
 )
+from omni_connector.identity.epochs import WeightsName
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.packets import PACKAGE, package_of
 from omni_connector.runtime.bounded import BoundedMap
 
 logger = logging.getLogger("vllm.omni_connector.handoff")
+
+OTHER_WEIGHTS: Final = "other_weights"
+"""Why a lease is denied to an engine of other weights, or of weights that cannot be compared."""
 
 MAX_SESSIONS: Final = 4096
 """Most introduced peers that are remembered at a socket. A peer that is forgotten introduces itself
@@ -59,6 +63,7 @@ class ControlServer:
         handshake_reply: the answer to the handshake of such a peer.
         directory: the hand-offs.
         valid: whether their KV is still of the engine's weights.
+        weights: returns the name of these weights.
         clock: seconds, monotonic.
         pending_timeout: seconds that a lease request may wait for a hand-off that is being copied.
         count: called with the name of each event worth counting.
@@ -71,6 +76,7 @@ class ControlServer:
         handshake_reply: HandshakeReply,
         directory: SlotDirectory,
         valid: Callable[[], bool] = lambda: True,
+        weights: Callable[[], WeightsName] = WeightsName,
         clock: Callable[[], float],
         pending_timeout: float,
         count: Callable[[str], None],
@@ -79,6 +85,7 @@ class ControlServer:
         self._handshake_reply = handshake_reply
         self._directory = directory
         self._valid = valid
+        self._weights = weights
         self._clock = clock
         self._pending_timeout = pending_timeout
         self._count = count
@@ -189,6 +196,12 @@ class ControlServer:
         if not self._valid():  # the engine's thread has not noticed yet
             self._count("denied_unknown_token")
             return LeaseDenied(request.sequence, "unknown_token")
+        # Before the lease: hand-offs of other weights are closed before the weights get their name.
+        weights = self._weights()
+        if (difference := weights.difference(request.weights)) is not None:
+            self._count("denied_other_weights")
+            logger.info("A lease was denied to %s: %s", connection.name.hex(), difference)
+            return LeaseDenied(request.sequence, OTHER_WEIGHTS)
         lease = connection, request.sequence
         state, handoff, until = self._directory.lease(
             request.token, request.num_tokens, request.digest, request.digest_kind, lease
@@ -211,6 +224,7 @@ class ControlServer:
             tuple(handoff.first_blocks),
             groups,
             lease_s,
+            weights,
         )
 
     def recheck(self) -> list[tuple[PeerConnection, Reply]]:

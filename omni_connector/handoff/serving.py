@@ -8,7 +8,7 @@ thread asks here for each request that arrives.
 
 import logging
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from omni_connector.net.orders import NO_ORDERS, ROLES, Orders, Phase, Role, Service
 from omni_connector.runtime.context import EngineContext
@@ -28,6 +28,18 @@ _EXIT_S: Final = 2.0
 
 # Largest part of vLLM's shutdown time-out that `_EXIT_S` may take.
 _EXIT_PART: Final = 0.25
+
+
+class Refusals(NamedTuple):
+    """Why an engine takes no part in a hand-off, as it was when the request arrived.
+
+    Attributes:
+        offer: why the hand-off is not offered; None where it is.
+        fetch: why the KV is not fetched; None where it is.
+    """
+
+    offer: str | None
+    fetch: str | None
 
 
 def roles_of(kv_role: str, *, handoff: bool) -> tuple[Role, ...]:
@@ -85,6 +97,10 @@ class ServingState:
     def role(self) -> Role | None:
         """What it does of hand-offs now."""
         return self._role
+
+    def refusals(self) -> Refusals:
+        """What becomes of a request that arrives now, whatever is ordered before it begins."""
+        return Refusals(self.offer_refusal(), self.fetch_refusal())
 
     def offer_refusal(self) -> str | None:
         """Why no new hand-off is offered; None where it is."""

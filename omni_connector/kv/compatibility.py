@@ -93,10 +93,11 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _tells_weights(self, reader: "CompatibilityKey") -> str:
-        """The field that tells whether both engines have the same weights.
+        """The field that tells whether both engines were started with the same weights.
 
-        `weights` are those of one rank's memory, so that engines of other layouts have others. The
-        name tells two engines apart only where nothing that both know does.
+        Samples of files tell it at once, and digests of all their bytes once they are made. Dummy
+        weights are drawn for each rank, so `weights` are compared only between engines of as many
+        ranks. The model's name counts where one of the two knows nothing else.
         """
         if self.weights and reader.weights and self.ranks == reader.ranks:
             return "weights"

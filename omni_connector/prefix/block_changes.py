@@ -70,6 +70,7 @@ class BlockChanges(Generic[Content]):
         self._slots_of: Counter[BlockName] = Counter()
         # Blocks that were reported, in the arena and in the store, with vLLM's hash.
         self._kept: dict[BlockName, bytes] = {}
+        self._again: set[BlockName] = set()  # in the arena, and to be reported once more
         self._stored: OrderedDict[BlockName, bytes] = OrderedDict()
         self._untold: list[BlockChange[Content]] = []
 
@@ -88,6 +89,13 @@ class BlockChanges(Generic[Content]):
         for (_, key, block_hash), content in zip(new, contents, strict=True):
             self._number += 1
             self._filled[group, key] = self._number, block_hash, content
+            if self._slots_of[group, key]:
+                self._again.add((group, key))
+
+    def unreported(self, group: int, key: bytes) -> bool:
+        """Whether the arena has a block that is not reported as kept."""
+        name = group, key
+        return name not in self._kept and self._slots_of.get(name, 0) > 0
 
     def _lost(self, name: BlockName) -> bool:
         """Whether the arena has evicted a block that `take` has reported as kept."""
@@ -133,7 +141,9 @@ class BlockChanges(Generic[Content]):
             self._untold.append(BlockChange(True, name[0], block_hash, None))
 
     def void(self) -> None:
-        """Report all blocks as gone, because the weights have changed."""
+        """Report all blocks as gone: the weights have changed, or vLLM has told its readers that
+        all blocks are cleared, which names no medium. Blocks that are still in the arena are
+        reported again when a request has them next."""
         for name in sorted(self._stored, key=itemgetter(0)):
             self._lose(name)
         self._untold += self._all_gone()
@@ -166,7 +176,8 @@ class BlockChanges(Generic[Content]):
             told = self._all_gone()
             self._in_slot.clear()
             self._slots_of.clear()
-        touched: set[BlockName] = set()
+        touched = self._again
+        self._again = set()
         for slot, name in changed.items():
             before = self._in_slot.pop(slot, None)
             if before is not None:

@@ -148,7 +148,7 @@ class ThisEngine(msgspec.Struct, frozen=True, kw_only=True, tag="this-engine"):
         neighbours: names of these sockets, of the engines that it shares with now.
         shares: whether it uses the arenas of this host.
         stores: whether it uses a store.
-        alone: whether its prefix cache was reset, so that it shares with nobody.
+        alone: whether its weights are not known, now or at all, so that it shares with nobody.
     """
 
     engine_id: _Text
@@ -231,6 +231,7 @@ class ExplainedEngine:
             hash of the block before them.
         cached: looks a block up in vLLM's own prefix cache, by its hash and groups; returns None if
             it is not there.
+        weights: returns what engines that share have in common of their weights.
     """
 
     folder: Path
@@ -242,6 +243,7 @@ class ExplainedEngine:
     group_ids: tuple[int, ...]
     hash_tokens: Callable[[list[int], str | None, bytes | None], Sequence[bytes]]
     cached: Callable[[Any, list[int]], object]
+    weights: Callable[[], str] = str
 
 
 class Explainer:
@@ -253,7 +255,7 @@ class Explainer:
         lookups: asks its store; None for none.
         misses: returns the causes of misses.
         prefix: returns the prefix of its keys.
-        alone: returns whether it shares with nobody, after a reset.
+        alone: returns whether it shares with nobody, as its weights are not known.
         clock: seconds, monotonic.
 
     Raises:
@@ -398,7 +400,9 @@ def _encodable(text: str) -> str:
 
 
 def _traits(engine: ExplainedEngine) -> dict[str, str]:
-    """See `ThisEngine.traits`. They are the traits of `readers_id`."""
+    """See `ThisEngine.traits`. They are the traits of `readers_id`, and the weights."""
     traits = {name: _encodable(str(value)) for name, value in engine.compatibility.values().items()}
     pages = hashlib.blake2b(msgspec.msgpack.encode(engine.compatibility.groups), digest_size=8)
+    # Other weights are told by the keys of blocks.
+    traits |= {"configuration": traits["weights"], "weights": engine.weights()}
     return {**traits, "KV cache groups": pages.hexdigest(), "hashes": engine.hash_id[:1024]}

@@ -1,29 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix that the keys of an engine's blocks have in common."""
+"""The prefixes that the keys of an engine's blocks have in common."""
 
 from collections.abc import Callable
 
 
 class KeyPrefix:
-    """The prefix of an engine's keys. Engines that share have the same.
+    """The prefixes of an engine's keys. Engines that share have the same.
 
     Args:
-        shared: the prefix of all engines with the same weights and settings.
+        named: returns the prefixes, in a store and in arenas, of all engines with the same settings
+            and weights, given what the latter have in common.
         randbytes: returns a given number of bytes that nobody can guess.
 
     Attributes:
-        current: the prefix now.
+        current: of keys in a store, now.
+        in_arenas: of keys in arenas, now; as bytes.
+        is_own: whether no other engine has these prefixes, so that nothing is shared.
     """
 
-    def __init__(self, shared: str, randbytes: Callable[[int], bytes]) -> None:
-        self._shared = self.current = shared
+    def __init__(
+        self, named: Callable[[str], tuple[str, str]], randbytes: Callable[[int], bytes]
+    ) -> None:
+        self._named = named
         self._randbytes = randbytes
+        self.follow(None)
 
-    @property
-    def is_own(self) -> bool:
-        """Whether no other engine has the prefix, so that nothing is shared."""
-        return self.current != self._shared
-
-    def renew(self) -> None:
-        """Replace the prefix by one that no other engine has."""
-        self.current = f"{self._shared}/{self._randbytes(8).hex()}"
+    def follow(self, weights: str | None) -> None:
+        """Take the prefixes of these weights; None takes some that no other engine has."""
+        self.is_own = weights is None
+        # No weights are named like this.
+        prefixes = self._named(f"own {self._randbytes(8).hex()}" if weights is None else weights)
+        self.current = prefixes[0]
+        self.in_arenas = prefixes[1].encode()

@@ -65,7 +65,7 @@ class PrefixSaves:
         tokens_a_step: tokens by which an answer grows in a step at most.
         prefix: of the store's keys.
         host: the arenas of this host; None keeps nothing there.
-        stores: whether there is a store.
+        stores: whether there is a store that others find blocks in.
         ledger: the copy jobs.
         groups: the cache groups that this engine keeps.
         num_blocks: KV blocks of this engine.
@@ -75,6 +75,7 @@ class PrefixSaves:
         changes: collects changes for KV events; None where nobody asks for events.
 
     Attributes:
+        stores: whether blocks are stored: not while no other engine could find them.
         waiting: blocks to copy in later steps, which may be steps without tokens. A finished prompt
             stands behind its last waiting block.
     """
@@ -112,7 +113,8 @@ class PrefixSaves:
         self._together = _TOGETHER if lasting else 1
         self._prefix = prefix
         self._host = host
-        self._stores = stores
+        self._has_store = stores
+        self.stores = False
         self._ledger = ledger
         self._groups = groups.shapes
         self._group_ids = groups.ids
@@ -291,8 +293,14 @@ class PrefixSaves:
                             kept[g, key] = one
                             new.append((first + i, key, filled[i]))
                     if self._changes is not None:
-                        self._changes.filled(prompt.request, g, new)
-                if self._stores:
+                        told = {index for index, _, _ in new}
+                        new += [
+                            (i, key, filled[i - first])
+                            for i, key in enumerate(keys, first)
+                            if i not in told and self._changes.unreported(g, key)
+                        ]
+                        self._changes.filled(prompt.request, g, sorted(new))
+                if self._has_store and self.stores:
                     most = self._max_held - self.num_held - number
                     block_ids, stored = self._stored(prompt, g, first, names, part, most)
                     number += stored
@@ -349,14 +357,8 @@ class PrefixSaves:
             block_ids.append(block_id)
         return block_ids, stored
 
-    def void(self, *, stores: bool) -> None:
-        """The weights may have changed: revoke the saves to the arena, and store blocks anew.
-
-        Args:
-            stores: whether other engines may have the same key prefix. If not, nothing is stored
-                from now on, as no engine could use it and it would displace blocks of others.
-        """
-        self._stores = self._stores and stores
+    def void(self) -> None:
+        """Revoke the saves to the arena, and store blocks anew."""
         if self._host is not None:
             self._ledger.revoke(self._host.keeping)
         self.waiting.clear()

@@ -60,8 +60,6 @@ class SharedPrefix:
         thinking: the tokens with which a reasoning model thinks; None where they are not known.
         keeps_thoughts: whether answers are kept beyond where the model begins to think, unless a
             request says otherwise.
-        weights_fixed: whether the operator has declared that a reset changes no weights, so that
-            stored blocks stay valid.
         lookup_timeout: seconds that a request waits for the store's answer.
         context: clock and statistics.
         changes: collects changes for KV events; None where nobody asks for events.
@@ -79,7 +77,6 @@ class SharedPrefix:
         hint_rules: HintRules,
         thinking: ThinkingTokens | None,
         keeps_thoughts: bool,
-        weights_fixed: bool,
         lookup_timeout: float,
         context: EngineContext,
         changes: BlockChanges[Any] | None = None,
@@ -97,7 +94,6 @@ class SharedPrefix:
         self._hint_rules = hint_rules
         self._thinking = thinking
         self._keeps_thoughts = keeps_thoughts
-        self._weights_fixed = weights_fixed
         self._lookup_timeout = lookup_timeout
         self._clock = context.clock
         self._stats = context.stats
@@ -310,20 +306,53 @@ class SharedPrefix:
         if prompt is not None:
             prompt.loads, prompt.offered = False, 0
 
-    def void(self) -> None:
-        """vLLM's prefix cache was reset: use nothing that was looked up or loaded before.
+    def follow(self, weights: str | None) -> None:
+        """The engine has these weights from now on: blocks that are computed get their key prefix.
 
-        The model may have other weights from now on, and it is not known which engines and which
-        stored blocks have the same. So this engine takes a key prefix of its own, and shares with
-        nobody. If the operator has declared that the weights stay, sharing goes on.
+        Args:
+            weights: what engines that share have in common; None shares with nobody.
         """
-        if not self._weights_fixed:
-            self._prefix.renew()
-            if self._host is not None:
-                self._host.rename(self._prefix.current.encode())
+        self._prefix.follow(weights)
+        self.saves.stores = weights is not None
+        if self._host is not None:
+            self._host.rename(self._prefix.in_arenas)
+        for prompt in self._prompts.values():
+            if prompt.loads and not prompt.admitted and not prompt.jobs:
+                self._look_up(prompt)
+
+    def suspend(self) -> None:
+        """The weights may have changed: find and load nothing before it is known whether they have.
+
+        What is being loaded now is not used, as it would come before that.
+        """
+        for prompt in self._prompts.values():
+            prompt.found, prompt.local, prompt.offered = None, None, 0
+            if prompt.jobs:
+                prompt.void = True
+                self.loads.revoke(prompt)
+
+    def share_nothing(self, request_id: str) -> None:
+        """Load nothing for a request and keep nothing of it: it is not known which weights it is
+        computed with."""
+        prompt = self._prompts.get(request_id)
+        if prompt is not None:
+            prompt.loads, prompt.offered, prompt.found = False, 0, None
+            prompt.sent = [_NEVER] * len(self._groups)
+
+    def clear(self) -> None:
+        """Forget all blocks in the own arena, whatever the weights are."""
         if self._changes is not None:
             self._changes.void()
-        self.saves.void(stores=self._weights_fixed)
+        self.saves.void()
+        if self._host is not None:
+            self._host.rename(self._prefix.in_arenas)
+        for prompt in self._prompts.values():
+            prompt.found = None
+
+    def void(self) -> None:
+        """The weights have changed, or may have: use nothing that was looked up, loaded or kept
+        before."""
+        self.clear()
         for prompt in self._prompts.values():
             # A request that vLLM computes anew saves its blocks anew. One that goes on with blocks
             # from before the reset saves nothing.

@@ -36,6 +36,7 @@ from omni_connector.handoff.serving import ServingState, roles_of
 from omni_connector.identity.epochs import WeightsEpoch
 from omni_connector.identity.full_digest import WeightFilesDigest
 from omni_connector.identity.weight_files import process_began
+from omni_connector.kv.numerics import digest
 from omni_connector.net.keys import load_key
 from omni_connector.net.orders import Orders
 from omni_connector.net.peers import Peers, parse_listen
@@ -66,7 +67,7 @@ from omni_connector.vllm_v1.compat import (
 from omni_connector.vllm_v1.control_calls import AskStatus, ControlCalls, Status
 from omni_connector.vllm_v1.drafter import drafts_with_kv, tokens_ahead, tokens_written_ahead
 from omni_connector.vllm_v1.events import KVEvents
-from omni_connector.vllm_v1.identity import compatibility, hash_id
+from omni_connector.vllm_v1.identity import compatibility, configuration_id, hash_id
 from omni_connector.vllm_v1.load_room import LoadRoom
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 from omni_connector.vllm_v1.metrics import OmniStats
@@ -135,6 +136,7 @@ def make_worker(
         context=context,
         stats=stats,
         surroundings=surroundings,
+        weights=partial(surroundings.read_weights, vllm_config),
         adapters=surroundings.adapter_loads(vllm_config),
         drafts=drafts_with_kv(vllm_config),
     )
@@ -196,17 +198,23 @@ class _Assembly:
         weights = surroundings.weights_id(config, vllm_config)
         drafter = surroundings.drafter_of(vllm_config)
         self._ours = compatibility(config, vllm_config, ranks, weights, drafter)
-        # The key that engines compare before they share. An engine of unknown weights names them by
-        # a number that no other engine has, so that nobody shares with it.
-        self._shared_with = self._ours
-        self._known = weights is not None or config.model_id is not None
-        if not self._known:
-            nobody = f"unknown ({self._context.randbytes(8).hex()})"
-            self._shared_with = msgspec.structs.replace(self._ours, weights=nobody)
+        # Who can read each other's slots has the same configuration; whose keys are the same, has
+        # the same weights, too.
+        self._configuration = digest([config.model_id or "", configuration_id(vllm_config)])
+        self._shared_with = msgspec.structs.replace(
+            self._ours, model=config.model_id or "", weights=self._configuration
+        )
         self._group_ids = tuple(transferred_groups(kv_cache_config))
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._hash_id = hash_id(vllm_config, self._hash_block_size)
-        self._weights = WeightsEpoch(manager.block_pool)
+        self._weights = WeightsEpoch(
+            manager.block_pool,
+            self._ours.ranks,
+            self._context.clock,
+            fixed=config.weights == "fixed",
+            named=config.model_id is not None,
+            said=surroundings.weights_said(manager),
+        )
         self._ledger = CopyLedger(manager.block_pool, self._ours.ranks, self._context.clock)
         self._folder = runtime_dir(config.namespace)
         self._peers = Peers(config.peers)
@@ -220,7 +228,6 @@ class _Assembly:
             self._folder,
             self._context,
             self._directory,
-            self._weights.holds,
             self._status.tick,
         )
         wanted = vllm_config.kv_events_config
@@ -311,6 +318,7 @@ class _Assembly:
             handshake_reply=HandshakeReply(self._epoch, self._hash_id, self._ours, self._arenas),
             directory=directory,
             valid=self._weights.holds,
+            weights=lambda: self._weights.name,
             clock=self._context.clock,
             pending_timeout=self._config.handoff_ttl_s,
             count=self._periodic_tasks.count,
@@ -362,6 +370,7 @@ class _Assembly:
             arena_wait=self._config.arena_wait_s,
             context=self._context,
             on_complete=channel.recheck,
+            weights_known=lambda: self._weights.known,
         )
 
     def _receiver(self, channel: ControlChannel) -> HandoffReceiver:
@@ -372,6 +381,7 @@ class _Assembly:
             compatibility=self._ours,
             group_ids=self._group_ids,
             hash_id=self._hash_id,
+            weights=lambda: self._weights.name,
             load_timeout=self._config.load_timeout_s,
             lingers=self._surroundings.lingers,
             context=self._context,
@@ -403,8 +413,7 @@ class _Assembly:
             log = logger.info if config.store is None else logger.warning
             log("No prefix is shared: %s", refusal)
             return None
-        name = partial(key_prefix, config.namespace, self._shared_with, self._hash_id)
-        prefix = KeyPrefix(name(require_supported_vllm().version), self._context.randbytes)
+        prefix = KeyPrefix(self._key_prefixes, self._context.randbytes)
         groups = SharedGroups(
             self._ours.groups,
             self._group_ids,
@@ -413,10 +422,10 @@ class _Assembly:
         )
         changes = None if self._events is None else self._events.changes
         lookups = None
-        if config.store is not None and self._known:
+        if config.store is not None:
             store = surroundings.block_store(config.store, 0)
             lookups = StoreLookups(store, self._ours.groups, self._ours.ranks, self._context)
-        host = self._host_blocks(name())
+        host = self._host_blocks(prefix.in_arenas)
         shared = SharedPrefix(
             host=host,
             lookups=lookups,
@@ -446,7 +455,6 @@ class _Assembly:
             hint_rules=HintRules(frozenset(config.hints), frozenset(config.tenants)),
             thinking=self._thinking_tokens(),
             keeps_thoughts=config.thinking == "keep",
-            weights_fixed=config.weights == "fixed",
             lookup_timeout=0.0 if config.store is None else config.store.lookup_timeout_s,
             context=self._context,
             changes=changes,
@@ -463,9 +471,18 @@ class _Assembly:
                     group_ids=self._group_ids,
                     hash_tokens=token_hasher(self._vllm_config, self._hash_block_size),
                     cached=self._manager.block_pool.get_cached_block,
+                    weights=lambda: self._weights.sharing_id or "",
                 )
             )
         return shared
+
+    def _key_prefixes(self, weights: str) -> tuple[str, str]:
+        """The prefixes of keys in a store and in arenas, of all engines with these weights."""
+        key = msgspec.structs.replace(
+            self._ours, weights=digest([self._configuration, weights or "by model_id"])
+        )
+        name = partial(key_prefix, self._config.namespace, key, self._hash_id)
+        return name(require_supported_vllm().version), name()
 
     def _thinking_tokens(self) -> ThinkingTokens | None:
         """The tokens of thoughts; None where vLLM does not tell them, of which the log says so."""
@@ -492,7 +509,7 @@ class _Assembly:
         named = self._manager.block_pool.blocks[block_id].block_hash
         return get_block_hash(named) if named and get_group_id(named) == group_id else None
 
-    def _host_blocks(self, prefix: str) -> HostBlocks | None:
+    def _host_blocks(self, prefix: bytes) -> HostBlocks | None:
         """The arenas of this host; None where this engine does not share its own."""
         config = self._config
         if not config.share or self._directory is None:
@@ -518,14 +535,14 @@ class _Assembly:
             index.close()
             raise
         changes = None if self._events is None else SlotChanges(index.num_slots)
-        pool.listing = SlotListing(index, prefix.encode(), changes)
+        pool.listing = SlotListing(index, prefix, changes)
         return HostBlocks(
             pool=pool,
             index=index,
             arenas=self._arenas,
             neighbours=neighbours,
             groups=self._ours.groups,
-            key_prefix=prefix.encode(),
+            key_prefix=prefix,
             load_timeout=config.load_timeout_s,
             hint_policy=HintPolicy(pool, self._context, config.pin_part, config.tenant_quota),
             admission=config.admission,

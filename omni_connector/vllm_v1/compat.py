@@ -12,8 +12,10 @@ preemptions late or not at all, which does no harm: a block that is being copied
 `older_runners` has what older model runners need, which others maintain.
 """
 
+import functools
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.request import RequestStatus
 
 from omni_connector.errors import UnsupportedVersionError
+from omni_connector.identity.epochs import WeightsSaid
 from omni_connector.plugin import CONNECTOR_NAME
 from omni_connector.prefix.thinking import ThinkingTokens
 from omni_connector.vllm_v1.metrics import OmniStats
@@ -215,6 +218,55 @@ def notice_shutdown(notice: Callable[[], object]) -> bool:
         signal.signal(number, handler)
         found = True
     return found
+
+
+def weights_said(manager: "KVCacheManager") -> WeightsSaid:
+    """What vLLM is told of the weights of an engine, and tells no connector.
+
+    From now on it is noted in what this returns, which is the same for each caller.
+
+    Trainers change weights by calls to all workers (`collective_rpc`), vLLM's own ways among them.
+    From 0.32 on vLLM also keeps a name that they give to weights (`/update_weight_version`). Both
+    pass the `EngineCore`, beside the scheduler half. So its methods are wrapped, when this is first
+    called.
+    """
+    _note_calls_of_trainers()
+    return _said.setdefault(manager, WeightsSaid())
+
+
+_said: "weakref.WeakKeyDictionary[Any, WeightsSaid]" = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _note_calls_of_trainers() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    core: Any = EngineCore
+    call_workers, set_version = core.collective_rpc, getattr(core, "set_weight_version", None)
+
+    def said_of(engine_core: Any) -> WeightsSaid:
+        # There is no scheduler while the engine core is being made.
+        scheduler = getattr(engine_core, "scheduler", None)
+        manager = getattr(scheduler, "kv_cache_manager", None)
+        return WeightsSaid() if manager is None else _said.setdefault(manager, WeightsSaid())
+
+    @functools.wraps(call_workers)
+    def calls(engine_core: Any, *args: Any, **options: Any) -> Any:
+        said_of(engine_core).workers_called()
+        return call_workers(engine_core, *args, **options)
+
+    core.collective_rpc = calls
+    if set_version is None:
+        return
+
+    @functools.wraps(set_version)
+    def names(engine_core: Any, weight_version: Any) -> Any:
+        result = set_version(engine_core, weight_version)
+        if isinstance(weight_version, str):
+            said_of(engine_core).weights_named(weight_version)
+        return result
+
+    core.set_weight_version = names
 
 
 def worker_stats(output: "KVConnectorOutput") -> OmniStats | None:

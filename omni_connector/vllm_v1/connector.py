@@ -10,6 +10,10 @@ from omni_connector.vllm_v1.vllm_names import losses, require_fitting_vllm, unte
 
 INSTALLED_VLLM = require_fitting_vllm()
 
+from omni_connector.vllm_v1.loaded_models import watch_workers  # noqa: E402
+
+watch_workers()  # in the process of vLLM's `LLM`, which loads the plugin before its engine
+
 from vllm.distributed.kv_transfer import (  # noqa: E402
     get_kv_transfer_group,
     has_kv_transfer_group,
@@ -164,6 +168,8 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         reset = kv_cache_manager.reset_prefix_cache
 
         def settled_reset() -> bool:
+            if self._scheduler_half is not None:
+                self._scheduler_half.reset_attempted()
             # It does nothing while copies hold blocks, and no step comes meanwhile in which the
             # scheduler half would hear of their end.
             worker = get_kv_transfer_group() if has_kv_transfer_group() else None

@@ -43,8 +43,9 @@ class KVEvents:
     As vLLM's own do, one event tells of consecutive blocks of a request.
 
     `AllBlocksCleared` names no medium, and vLLM publishes it itself when its cache is reset. So
-    what is void then is told block by block. A second `AllBlocksCleared` at the end of the step
-    would take away what vLLM has cached since.
+    all that was told is taken back then block by block, and what is still there is told again when
+    a request has it. A second `AllBlocksCleared` at the end of the step would take away what vLLM
+    has cached since.
 
     Args:
         pool: see `BlockChanges`.

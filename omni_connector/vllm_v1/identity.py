@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What peers compare of an engine: its model, what changes the model's numbers, and its hashes."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -101,8 +102,8 @@ def weights_id(
         return _weights_id(vllm_config.model_config, vllm_config.load_config, vllm_config, since)
     except (UnknownFilesError, OSError) as error:
         logger.warning(
-            "It is unknown which weights this engine has: %s. It shares prefixes with no other "
-            "engine and through no store, and hands off to engines whose model has the same name. "
+            "It is unknown which weights the files of this engine hold: %s. It hands off to "
+            "engines whose model has the same name. "
             "Set `model_id` to the same name on all engines that have the same weights",
             error,
         )
@@ -270,6 +271,32 @@ def _dummy_id(
             require_supported_vllm().version,
         ]
     )
+
+
+def configuration_id(vllm_config: "VllmConfig") -> str:
+    """The configuration that the model was made of, and what else lies beside it that changes
+    results: how images, video and audio become inputs, and code.
+
+    Names of files do not count. Where these cannot be read, the name of the model stands for them.
+    """
+    model = vllm_config.model_config
+    try:
+        place = _place(model.model, model, vllm_config.load_config)
+        folder = place if place.is_dir() else place.parent
+        files = configuration_files(folder, code=bool(model.trust_remote_code))
+        beside = digest_of_files(ModelFiles(folder, tuple(files), ()), math.inf)
+    except (UnknownFilesError, OSError):
+        beside = f"{model.model}@{model.revision or 'default'}"
+    return digest([_content(model.hf_config.to_dict()), beside])
+
+
+def _content(value: Any) -> Any:
+    """A part of a configuration, without what says where it lies and what wrote it."""
+    if isinstance(value, dict):
+        return {
+            str(name): _content(each) for name, each in value.items() if name not in NOT_THE_MODEL
+        }
+    return [_content(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def hash_id(vllm_config: "VllmConfig", hash_block_size: int) -> str:

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError, OmniError
 from omni_connector.identity.adapters import AdapterLoad
+from omni_connector.identity.epochs import RankWeights
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec
 from omni_connector.net.introductions import introduced
@@ -38,6 +39,7 @@ class OmniConnectorMetadata(KVConnectorMetadata):
         loads: jobs that start at once.
         cancel: jobs of whatever kind that nobody wants any more.
         idle: whether the step computes nothing.
+        weights_asked: number of the question which weights the ranks have; 0 asks nothing.
         void: slots, and a generation for each, so that who reads them learns that they are void.
     """
 
@@ -45,22 +47,25 @@ class OmniConnectorMetadata(KVConnectorMetadata):
     loads: dict[int, TransferSpec] = field(default_factory=dict)
     cancel: list[int] = field(default_factory=list)
     idle: bool = False
+    weights_asked: int = 0
     void: tuple[list[int], list[int]] = ([], [])
 
 
 @dataclass(slots=True)
 class OmniWorkerMetadata(KVConnectorWorkerMetadata):
-    """Jobs that have ended since the last step, and adapters that were loaded.
+    """Jobs that have ended since the last step, adapters that were loaded, and weights.
 
     Attributes:
         done: number of ranks that have finished each job, by job id.
         failed: why a job failed or was cancelled, on any rank, by job id.
         adapters: that ranks have loaded.
+        weights: answers to the question which they have.
     """
 
     done: dict[int, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     adapters: list[AdapterLoad] = field(default_factory=list)
+    weights: list[RankWeights] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "OmniWorkerMetadata":
         """Add up the reports of two ranks."""
@@ -69,7 +74,12 @@ class OmniWorkerMetadata(KVConnectorWorkerMetadata):
         for job_id, ranks in other.done.items():
             done[job_id] = done.get(job_id, 0) + ranks
         failed = {**other.failed, **self.failed}
-        return OmniWorkerMetadata(done, failed, [*self.adapters, *other.adapters])
+        return OmniWorkerMetadata(
+            done,
+            failed,
+            [*self.adapters, *other.adapters],
+            [*self.weights, *other.weights],
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from omni_connector.copy.jobs import LoadSpec
 from omni_connector.copy.threads import Outcome
 from omni_connector.identity.adapters import AdapterLoad
+from omni_connector.identity.epochs import RankWeights
 from omni_connector.kv.spans import TransferSpec
 from omni_connector.runtime.stats import LEASE_EXPIRED, Stats
 from omni_connector.vllm_v1.metadata import OmniWorkerMetadata
@@ -70,14 +71,18 @@ class JobOutcomes:
         bad, self._bad_block_ids = self._bad_block_ids, set()
         return bad
 
-    def take_report(self, adapters: Sequence[AdapterLoad] = ()) -> OmniWorkerMetadata | None:
+    def take_report(
+        self, adapters: Sequence[AdapterLoad] = (), weights: Sequence[RankWeights] = ()
+    ) -> OmniWorkerMetadata | None:
         """What the scheduler half must know of; None when there is nothing.
 
         Args:
             adapters: that vLLM has loaded since the last call.
+            weights: what the rank has answered since then.
         """
         self._report.adapters += adapters
-        if not (self._report.done or self._report.adapters):
+        self._report.weights += weights
+        if not (self._report.done or self._report.adapters or self._report.weights):
             return None
         report, self._report = self._report, OmniWorkerMetadata()
         return report

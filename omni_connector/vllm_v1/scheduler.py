@@ -28,7 +28,7 @@ from omni_connector.handoff.periodic_tasks import PeriodicTasks
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
-from omni_connector.handoff.serving import UNSERVED, ServingState
+from omni_connector.handoff.serving import UNSERVED, Refusals, ServingState
 from omni_connector.handoff.truncation import (
     TRUNCATED,
     cut,
@@ -37,7 +37,7 @@ from omni_connector.handoff.truncation import (
     truncation_refusal,
 )
 from omni_connector.identity.adapters import AdapterContents
-from omni_connector.identity.epochs import WeightsEpoch
+from omni_connector.identity.epochs import RankWeights, WeightsEpoch
 from omni_connector.identity.full_digest import WeightFilesDigest
 from omni_connector.net.warnings import Warnings
 from omni_connector.prefix.shared_prefix import SharedPrefix
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.omni_connector.scheduler")
 
 _ASK_AGAIN: Final = (None, False)
+_UNKNOWN: Final = "it is not known yet which weights this engine has"
 
 _NO_TOKENS: Final = "its prompt is given as embeddings, and the drafter reads tokens"
 
@@ -158,14 +159,81 @@ class OmniScheduler:
         # one there in any case, for its logits.
         self._tokens_left = max(1, self._tokens_ahead)
         self._void: tuple[list[int], list[int]] = [], []
+        # Requests that wait until weights and adapters are known, and what was ordered when they
+        # arrived: an engine that is drained meanwhile still serves them.
+        self._not_begun: dict[str, Refusals] = {}
+        self._told_unreadable = False
+        self._by_files = True
+        self._shared_as: str | None = None
+        self._share()
         # Whether each of the steps that have not ended computes anything.
         self._computing: deque[bool] = deque(maxlen=8)
 
     def _follow_weights(self) -> None:
-        if not self._weights.holds():
-            self._begin_epoch()
+        before = self._weights.number
+        if not self._weights.noticed():
+            return
+        if self._events is not None and self._weights.number != before:
+            self._events.changes.void()
+        if self._weights.known:  # they are fixed
+            return
+        if self._receiver is not None:
+            self._receiver.suspend()
+        if self._shared is not None:
+            self._shared.suspend()
 
-    def _begin_epoch(self) -> None:
+    def _take_weights(self, answers: Iterable[RankWeights]) -> None:
+        """Ranks have said which weights they have."""
+        if not [each for each in answers if self._weights.answer(each)]:
+            return
+        if self._weights.settle():
+            logger.info("This engine has other weights now: its KV from before is void")
+            self._void_all()
+            self._weights.begin()  # the control thread gives leases from here on, so not before
+        elif self._sender is not None:
+            self._sender.settle()
+        if self._weights.name.changed == self._by_files:
+            self._by_files = not self._by_files
+            self._channel.judge_by_files(self._by_files)
+        if self._weights.problem and not self._told_unreadable:
+            self._told_unreadable = True
+            logger.warning(
+                "It is not known which weights this engine has in its memory: %s. It shares "
+                "prefixes with no other engine. If weights never change while engines run, set "
+                "`model_id` to the same name on all that have the same, and `weights` to `fixed`",
+                self._weights.problem,
+            )
+        self._share()
+
+    def _share(self) -> None:
+        """Share with the engines of the same weights, if it is known which these are."""
+        if self._shared is not None and self._weights.sharing_id != self._shared_as:
+            self._shared_as = self._weights.sharing_id
+            self._shared.follow(self._shared_as)
+
+    def _waits_for_weights(self, request: "Request") -> bool:
+        """Whether a request has to wait until the weights are known that it is computed with.
+
+        It does not for ever: after that it is computed, and nothing of it is shared."""
+        self._weights.ask()
+        request_id = request.request_id
+        if self._shared is None and not request.kv_transfer_params:
+            return False
+        if self._weights.waits:
+            return True
+        self._adapters.goes_on(request_id)
+        if self._not_begun.pop(request_id, None) is not None:
+            self._begin_alone(request, "weights_unknown")
+            self._stats.fail("weights_unknown")
+        if self._shared is not None:
+            self._shared.share_nothing(request_id)
+        if self._sender is not None:
+            self._sender.refuse(request_id, "weights_unknown", _UNKNOWN)
+        if self._receiver is not None:
+            self._receiver.refuse(request_id, "weights_unknown", _UNKNOWN)
+        return False
+
+    def _void_all(self) -> None:
         """Whatever was computed so far is void, here and at the peers that are reading it."""
         if self._sender is not None:
             slots, generations = self._sender.void()
@@ -173,7 +241,6 @@ class OmniScheduler:
             self._void[1].extend(generations)
         elif self._directory is not None:  # it hands nothing off, so nobody has a lease
             self._directory.void()
-        self._weights.begin()  # the control thread gives leases from here on, so not before
         if self._receiver is not None:
             self._receiver.void()
         if self._shared is not None:
@@ -188,31 +255,39 @@ class OmniScheduler:
         self._adapters.begins(request)
         if not (request.kv_transfer_params or self._shared is not None):
             return
-        if not self._adapters.arrives(request):
-            self._begin(request)
+        refusals = self._serving.refusals()
+        if self._adapters.arrives(request) or not self._weights.known:
+            self._not_begun[request.request_id] = refusals
+        else:
+            self._begin(request, refusals)
 
-    def _begin(self, request: "Request") -> None:
+    def _begin_alone(self, request: "Request", reason: str) -> None:
+        """Begin a request that nothing is fetched for, and that is not handed off."""
+        params = request.kv_transfer_params or {}
+        if self._receiver is not None:
+            self._receiver.decline(params)
+        if wants_handoff(params) and self._sender is not None:
+            self._sender.add(request, Prompt(token_ids=(), num_tokens=0), reason)
+
+    def _begin(self, request: "Request", refusals: Refusals) -> None:
         adapter = self._adapters.content(request, self._weights.number)
         if adapter is None:
-            if self._receiver is not None:
-                self._receiver.decline(request.kv_transfer_params or {})
-            if wants_handoff(request.kv_transfer_params or {}) and self._sender is not None:
-                self._sender.add(request, Prompt(token_ids=(), num_tokens=0), "adapter_unknown")
+            self._begin_alone(request, "adapter_unknown")
             return
-        self._follow_params(request, adapter)
+        self._follow_params(request, adapter, refusals)
         # A session's tokens may change, and those in the place of embeddings name no drafter's KV.
         named = request.prompt_embeds is None or not self._tokens_ahead
         if self._shared is not None and named and not request.resumable:
             truncated = self._stops_early and wants_handoff(request.kv_transfer_params or {})
             self._shared.add(request, stops_early=truncated, adapter=adapter)
 
-    def _follow_params(self, request: "Request", adapter: str) -> None:
+    def _follow_params(self, request: "Request", adapter: str, refusals: Refusals) -> None:
         params = request.kv_transfer_params
         if not params:
             return
         if wants_remote_kv(params) and self._receiver is not None:
             try:
-                self._fetch(self._receiver, request, params, adapter)
+                self._fetch(self._receiver, request, params, adapter, refusals.fetch)
             except BadParamsError as error:
                 self._stats.fail(error.reason)
                 logger.warning(
@@ -222,7 +297,7 @@ class OmniScheduler:
                     error,
                 )
         if wants_handoff(params) and self._sender is not None:
-            self._offer(self._sender, request, params, adapter)
+            self._offer(self._sender, request, params, adapter, refusals.offer)
 
     def _fetch(
         self,
@@ -230,9 +305,10 @@ class OmniScheduler:
         request: "Request",
         params: Mapping[str, Any],
         adapter: str,
+        refusal: str | None,
     ) -> None:
         remote = parse_remote_prefill(params)
-        if (refusal := self._serving.fetch_refusal()) is not None:
+        if refusal is not None:
             self._stats.fail(refusal)
             receiver.reject(remote)  # the prefill engine need not keep it
             return
@@ -253,7 +329,12 @@ class OmniScheduler:
         return prompt_of(request, num_tokens, self._hash_block_size, adapter, self._tokens_ahead)
 
     def _offer(
-        self, sender: HandoffSender, request: "Request", params: Mapping[str, Any], adapter: str
+        self,
+        sender: HandoffSender,
+        request: "Request",
+        params: Mapping[str, Any],
+        adapter: str,
+        refusal: str | None,
     ) -> None:
         # A connector beside this one has truncated it, and lets it answer one token.
         truncated = params.get(TRUNCATED) is True and request.max_tokens == 1
@@ -270,7 +351,6 @@ class OmniScheduler:
         if num_tokens < 1:
             sender.add(request, prompt, refusal="nothing_to_hand_off")
             return
-        refusal = self._serving.offer_refusal()
         if refusal is not None:
             if self._alone and may_be_cut(request):
                 cut(request)
@@ -304,10 +384,14 @@ class OmniScheduler:
         if self._uncache_incomplete():
             return _ASK_AGAIN  # vLLM may have found such a block for this request just now
         self._follow_weights()
+        if not self._weights.known and self._waits_for_weights(request):
+            return _ASK_AGAIN
         if self._adapters.waits(request):
             return _ASK_AGAIN
-        if self._adapters.goes_on(request.request_id):
-            self._begin(request)
+        self._adapters.goes_on(request.request_id)
+        refusals = self._not_begun.pop(request.request_id, None) if self._not_begun else None
+        if refusals is not None:
+            self._begin(request, refusals)
             return _ASK_AGAIN  # it may be shorter now, so vLLM has to look at it anew
         matched: int | None = 0
         if request.kv_transfer_params:
@@ -390,6 +474,10 @@ class OmniScheduler:
         if self._periodic_tasks.ended():
             self._waiting = ()  # nobody waits for room any more
         self._follow_weights()
+        if not self._weights.known:
+            if computes:
+                self._weights.ask(computes=True)
+            meta.weights_asked = self._weights.asked
         if self._void[0]:
             meta.void, self._void = self._void, ([], [])
         if self._sender is not None:
@@ -401,7 +489,8 @@ class OmniScheduler:
         if self._shared is not None:
             scheduled = scheduler_output.num_scheduled_tokens
             self._shared.build(meta)
-            self._shared.saves.build(meta, scheduled, self._manager.get_blocks)
+            if self._weights.known:  # else nobody may have what is computed
+                self._shared.saves.build(meta, scheduled, self._manager.get_blocks)
         meta.cancel = self._ledger.take_revoked()
         for request in scheduler_output.scheduled_new_reqs:
             self._report.prompt(len(request.prompt_token_ids or ()), request.num_computed_tokens)
@@ -427,7 +516,11 @@ class OmniScheduler:
         self._follow_weights()
         for load in report.adapters:
             if self._adapters.loaded(load, self._weights.number):
-                self._begin_epoch()
+                self._void_all()
+                self._weights.void()
+                self._share()
+        if report.weights:
+            self._take_weights(report.weights)
         self._ledger.report(report.done, report.failed)
         if self._receiver is not None:
             self._recompute_loaded(self._receiver, output)
@@ -438,6 +531,8 @@ class OmniScheduler:
     def _recompute_loaded(self, receiver: HandoffReceiver, output: "KVConnectorOutput") -> None:
         for request in receiver.take_void():
             # The KV has come, but of other weights than those it would be read with.
+            if self._shared is not None:
+                self._shared.load_nothing(request.request_id)
             recompute(request, self._manager)
         for request in receiver.take_late():
             # The workers do not tell vLLM of these, so that its policy ends no request for them.
@@ -470,7 +565,9 @@ class OmniScheduler:
         """The request is over, in whatever way; see `SupportsHMA`."""
         self._follow_weights()
         self._room.ends(request.request_id)
-        if self._adapters.goes_on(request.request_id) and self._receiver is not None:
+        self._adapters.goes_on(request.request_id)
+        not_begun = self._not_begun.pop(request.request_id, None) is not None
+        if not_begun and self._receiver is not None:
             self._receiver.decline(request.kv_transfer_params or {})  # nothing was asked for yet
         self._adapters.ends(request.request_id)
         if self._shared is not None:
@@ -487,8 +584,19 @@ class OmniScheduler:
         return False, answer
 
     def copying(self) -> bool:
-        """Whether a later step has to free blocks that copies hold, or to copy more."""
-        return bool(self._ledger) or (self._shared is not None and bool(self._shared.saves.waiting))
+        """Whether a later step has to free blocks that copies hold, to copy more, or to learn which
+        weights the ranks have."""
+        return (
+            bool(self._ledger)
+            or (not self._weights.known and self._learns_weights())
+            or (self._shared is not None and bool(self._shared.saves.waiting))
+        )
+
+    def _learns_weights(self) -> bool:
+        """Whether answers are to come that requests wait for, or copied blocks."""
+        if self._weights.waits:
+            return True
+        return self._weights.asked > 0 and self._sender is not None and self._sender.unsettled
 
     def _busy(self) -> bool:
         return self.copying() or (self._directory is not None and self._directory.num_handoffs > 0)
@@ -533,9 +641,19 @@ class OmniScheduler:
         return self._ledger.frees_soon()
 
     def reset_cache(self) -> bool:
-        """Void whatever was computed before, as after a change of weights."""
-        self._begin_epoch()
+        """Forget the blocks that are kept: somebody has asked for that. Hand-offs stay."""
+        self.reset_attempted()
+        self._follow_weights()
+        if self._directory is not None:
+            with self._directory.pool.lock:
+                self._directory.pool.forget()
+        if self._shared is not None:
+            self._shared.clear()
         return True
+
+    def reset_attempted(self) -> None:
+        """vLLM tries to reset its prefix cache: the weights may be others now, or soon."""
+        self._weights.attempted()
 
     def take_stats(self) -> OmniStats | None:
         """What was counted since the last call; None when nothing changed."""

@@ -5,7 +5,7 @@ The simulation gives its own surroundings: a clock that it moves, randomness fro
 turns and messages in the order that it draws.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -17,6 +17,7 @@ from omni_connector.copy.choice import make_copier
 from omni_connector.copy.copier import BlockCopier
 from omni_connector.copy.ended import CopiesOfRanks, RankCopies
 from omni_connector.copy.host import Sharing
+from omni_connector.identity.epochs import WeightsDigest, WeightsSaid
 from omni_connector.identity.weight_files import ModelFiles
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.net import rank_socket
@@ -30,10 +31,13 @@ from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.opening import open_block_store
 from omni_connector.transports.choice import Transports, make_transports
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads, watch_adapter_loads
+from omni_connector.vllm_v1.compat import weights_said
 from omni_connector.vllm_v1.identity import drafter_of, weight_files, weights_id
+from omni_connector.vllm_v1.loaded_models import loaded_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Surroundings:
         weight_files: the files of these weights, or the digest of dummy ones; None leaves out the
             digest of the files.
         drafter_of: which drafter an engine has, by its files; see `identity.drafter_of`.
+        read_weights: makes the digest of the weights that a worker has in its memory.
+        weights_said: what vLLM is told of an engine's weights; told the engine's KV cache manager.
         adapter_loads: notes which LoRA adapters vLLM loads in a worker.
         status_file: makes the file, in a runtime folder, that `omni-connector top` reads.
         prefault: whether a thread prefaults the arena's memory.
@@ -77,6 +83,8 @@ class Surroundings:
         weight_files
     )
     drafter_of: Callable[["VllmConfig"], str | UnsetType] = drafter_of
+    read_weights: Callable[["VllmConfig"], Generator[None, None, WeightsDigest]] = loaded_digest
+    weights_said: Callable[["KVCacheManager"], WeightsSaid] = weights_said
     adapter_loads: Callable[["VllmConfig"], AdapterLoads] = watch_adapter_loads
     status_file: Callable[[Path], StatusFile] = StatusFile
     prefault: bool = True

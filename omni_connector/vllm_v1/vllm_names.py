@@ -349,10 +349,12 @@ TABLE: Final[tuple[UsedName, ...]] = (
         "vllm.config:ParallelConfig",
         (
             "data_parallel_index",
+            "data_parallel_rank",
             "data_parallel_size",
             "data_parallel_size_local",
             "decode_context_parallel_size",
             "distributed_executor_backend",
+            "enable_expert_parallel",
             "pipeline_parallel_size",
             "prefill_context_parallel_size",
             "rank",
@@ -370,6 +372,28 @@ LOSSES: Final[tuple[tuple[UsedName, str], ...]] = (
     (
         Called("vllm.lora.worker_manager:WorkerLoRAManager._load_adapter", 1),
         "requests with a LoRA adapter share no KV",
+    ),
+    (
+        Called("vllm.v1.worker.worker_base:WorkerBase.get_model"),
+        "weights in memory are not known, so that nothing is shared without model_id and weights: "
+        "fixed",
+    ),
+    (
+        Called("vllm.v1.engine.core:EngineCore.collective_rpc", 1),
+        "weights that are changed by a call to the workers are not noticed before the next reset",
+    ),
+    (
+        IfThere(Called("vllm.v1.engine.core:EngineCore.set_weight_version", 1)),
+        "engines whose weights cannot be compared refuse each other, whatever a trainer names them",
+    ),
+    (
+        Called(
+            "vllm.model_executor.layers.linear:"
+            "UnquantizedLinearMethod.process_weights_after_loading",
+            1,
+        ),
+        "on CPUs weights in memory are not known, so that nothing is shared without model_id and "
+        "weights: fixed",
     ),
 )
 """Names without which it works, and what is lost then."""

@@ -57,6 +57,7 @@ from omni_connector.vllm_v1.metadata import (
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.outcomes import JobOutcomes
 from omni_connector.vllm_v1.rank_arena import ArenaPlan, RankArena
+from omni_connector.vllm_v1.rank_weights import AnsweredWeights, ReadWeights
 from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
 from omni_connector.vllm_v1.surroundings import Surroundings
 
@@ -141,6 +142,7 @@ class OmniWorker:
         context: clock, randomness and threads; the trace is closed with this.
         stats: those of the context.
         surroundings: make the copier.
+        weights: reads the weights of this rank.
         adapters: which LoRA adapters vLLM has loaded; None where it loads none.
         drafts: whether a drafter has layers in the KV cache.
     """
@@ -161,9 +163,11 @@ class OmniWorker:
         context: EngineContext,
         stats: OmniStats,
         surroundings: Surroundings,
+        weights: ReadWeights,
         adapters: AdapterLoads | None,
         drafts: bool = False,
     ) -> None:
+        self._weights = AnsweredWeights(rank, weights, context)
         self._adapters = adapters
         self._drafts = drafts
         # Layers of the drafter, once it has computed them more than once in a step.
@@ -340,6 +344,7 @@ class OmniWorker:
             self._threads.saves.cancel(set(self._following))
             self._following = {}
         self._metadata = metadata
+        self._weights.ask(metadata.weights_asked)
         self._loads_started = self._saves_started = False
         self._forward = Forward(self._repeated_layers) if metadata.saves else None
 
@@ -482,7 +487,7 @@ class OmniWorker:
     def take_report(self) -> OmniWorkerMetadata | None:
         """What the scheduler half must know of; None when there is nothing."""
         adapters = () if self._adapters is None else self._adapters.take(self._rank)
-        return self._outcomes.take_report(adapters)
+        return self._outcomes.take_report(adapters, self._weights.take())
 
     def take_stats(self) -> OmniStats | None:
         """What was counted since the last call; None when nothing was."""
@@ -501,6 +506,7 @@ class OmniWorker:
         if self._end_answers is not None:
             self._end_answers()
         self._threads.close()
+        self._weights.close()
         if self._caches is not None:
             self._caches.close_jobs()
         elif self._store is not None:

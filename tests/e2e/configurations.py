@@ -95,9 +95,13 @@ CONFIGURATIONS = {
     "hasty-decode": Configuration(ours("kv_consumer", handoff_ttl_s=10.0, load_timeout_s=5.0)),
     "two-ranks": Configuration(ours(), arguments=("--tensor-parallel-size", "2"), ranks=2),
     # All that is unlike the others: blocks, no cache of prefixes, drafts, and an engine that knows
-    # the connector by its module and not by the plugin.
+    # the connector by its module and not by the plugin. So nobody can read its weights, and it is
+    # told that the calls of the tests to its workers change none.
     "unlike": Configuration(
-        {**ours(), "kv_connector_module_path": "omni_connector.vllm_v1.connector"},
+        {
+            **ours(weights="fixed"),
+            "kv_connector_module_path": "omni_connector.vllm_v1.connector",
+        },
         arguments=(
             *("--block-size", "32", "--no-enable-prefix-caching"),
             *(() if vllm_itself.DRAFTS else ("--speculative-config", json.dumps(NGRAM))),

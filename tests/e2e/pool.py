@@ -190,6 +190,9 @@ class Pool:
     def adopt(self, engine: Engine) -> Member:
         """Wait until it is ready, and put its probe to work; what its blocks hold is noise."""
         engine.wait_ready()
+        # It knows its weights from its first request on. Before that, a call to its workers, as the
+        # probe makes, might have changed them for all that engines of other layouts can see.
+        engine.complete([5, 6, 7], max_tokens=1)
         folder = engine.log.with_suffix("")
         folder.mkdir()
         probe = kv.Probe(engine, folder)

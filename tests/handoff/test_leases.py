@@ -494,22 +494,6 @@ def test_void_ends_hand_offs_and_sends_readers_away(directory: SlotDirectory) ->
         assert again.generations[0][slots(again)[0].index(number)] > generation
 
 
-def test_what_is_void_before_anybody_was_told_is_told_later(directory: SlotDirectory) -> None:
-    leased = opened(directory, [key(1), None])
-    fill(directory, leased)
-    directory.commit(leased)
-    request_lease(directory, leased)
-    assert not directory.void_unless(lambda: True)
-    assert directory.usage()[0] == 2
-    assert directory.void_unless(lambda: False)
-    assert directory.usage() == (0, 0, 0)
-    assert not directory.void_unless(lambda: False)
-    numbers, generations = directory.void()
-    assert numbers == sorted(slots(leased)[0])
-    assert all(g > max(leased.generations[0]) for g in generations)
-    assert directory.void() == ([], [])
-
-
 def test_void_reaches_the_blocks_that_are_filling(directory: SlotDirectory) -> None:
     handoff = opened(directory, [key(1), key(2)])
     directory.copying(handoff, [(0, 0)])

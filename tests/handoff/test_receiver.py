@@ -259,6 +259,16 @@ def test_ten_answers_in_succession_that_come_too_late_are_enough(decode: Decode)
     assert decode.stats.failed == {"peer_unreachable": 1}
 
 
+def test_a_request_that_has_waited_for_long_for_something_else_asks_again(decode: Decode) -> None:
+    decode.lease(100.0)
+    decode.receiver.step_ended()
+    decode.clock.advance(TIMEOUT + 1.0)  # for room in its own arena, say, in an idle engine
+    assert decode.matched() is None
+    decode.grant(decode.channel.asked[-1], 100.0)
+    assert decode.matched() == TOKENS
+    assert not decode.stats.failed
+
+
 @pytest.mark.parametrize("failure", [None, "checksum_mismatch"])
 def test_blocks_that_were_loaded_in_part_are_noted_until_their_load_fails(
     decode: Decode, failure: str | None

@@ -238,7 +238,8 @@ class Asked:
         deadline = self.clock() + 10
         futures: list[Future[Lease]] = [Future(), Future()]
         for future in futures:
-            session.request_lease(PendingLease(b"t" * 16, PROMPT, EPOCH, "", deadline, future))
+            pending = PendingLease(b"t" * 16, PROMPT, EPOCH, "", deadline, future=future)
+            session.request_lease(pending)
         sent = []
         for frame in frames:
             sent += session.receive(frame)

@@ -20,6 +20,7 @@ from tests.simulation.surroundings.babble import Liar, babble, path_of
 from tests.simulation.surroundings.memory import SimulatedTransport
 from tests.simulation.surroundings.neighbours import LyingIndex
 from tests.simulation.surroundings.world import Violation
+from tests.simulation.trainers import training
 from tests.simulation.weights import updating
 
 _OPERATOR_S: Final = 60.0
@@ -411,6 +412,18 @@ class Cluster(Clients):
         self.excuses = True
         self._update = self.refusals.happens(None)
         self._operate(updating(self, **how), self.world.now - self.lag + _OPERATOR_S + self._slack)
+
+    def train(self, engine: str, **how: Any) -> None:
+        """A trainer gives one engine other weights."""
+        target = self.engines.get(engine)
+        if target is None or self.operating or self.draining:
+            return
+        self.operating += 1
+        self.voids = self.excuses = True
+        self.refusals.happens(None)  # from now on engines may have weights that cannot be compared
+        self._update = self.refusals.happens(None)
+        steps = training(self, target, **how)
+        self._operate(steps, self.world.now - self.lag + _OPERATOR_S + self._slack)
 
     def _operate(self, steps: Iterator[float], deadline: float) -> None:
         if self.world.now - self.lag > deadline:

@@ -3,10 +3,12 @@
 
 import functools
 import itertools
+from collections import defaultdict
 from typing import Any, Final
 
 from omni_connector.copy.choice import make_copier
 from omni_connector.errors import ConfigError, LayoutError
+from omni_connector.identity.epochs import WeightsSaid
 from omni_connector.net.orders import NO_ORDERS, Orders
 from omni_connector.runtime.context import EngineContext
 from omni_connector.transports.choice import Transports
@@ -153,6 +155,7 @@ class Deployment:
         ends = any(event.what in ("end_thread", "hand_off") for event in plan.events)
         self._copies_fail = ends or self.raising["save"] > 0 or any(self._failing)
         self._weights = 0
+        self._said: defaultdict[str | None, WeightsSaid] = defaultdict(WeightsSaid)
         self._incarnations = itertools.count()
 
     @property
@@ -200,6 +203,8 @@ class Deployment:
             self._look, engine, Waiters(name), Asking(engine), loads, Listed(name), promises
         )
         engine.owner = owner
+        for rank, half in enumerate(engine.halves[1:]):
+            inspection.read_weights(half, functools.partial(engine.runner.digest, rank))
         for half in engine.halves[:1]:
             inspection.hear_refusals(half, self.refusals.heard)
         self.engines[name] = self._started[name] = engine
@@ -210,9 +215,13 @@ class Deployment:
             self.loads[name].stood_still(self.world.now)
         return late
 
+    def called(self, engine: SimulatedEngine, really: bool) -> None:
+        """The workers of an engine are called, by whomever, if they are."""
+        if really:
+            self._said[engine.owner].workers_called()
+
     def _surroundings(self, owner: str, device: Device | None) -> Surroundings:
         world = self.world
-        model = f"weights {self._weights}/"
         transport = functools.partial(SimulatedTransport, self.host, owner)
 
         def transports(config: Any, offers: bool) -> Transports:
@@ -240,10 +249,10 @@ class Deployment:
             ),
             sockets=lambda: SimulatedSockets(self.net, owner),
             transports=transports,
-            block_store=lambda settings, lends: self.shelf.client(owner, model),
+            block_store=lambda settings, lends: self.shelf.client(owner),
             rank_copies=lambda folder, engine_id, *_: SimulatedRankCopies(self._started[engine_id]),
             neighbours=lambda local_engine, *_: SimulatedNeighbours(
-                self.host.neighbourhood, owner, model, local_engine
+                self.host.neighbourhood, owner, local_engine
             ),
             answer_for_rank=lambda folder, engine_id, rank, answers: self.host.answer_for_rank(
                 owner, rank, answers
@@ -255,6 +264,7 @@ class Deployment:
             status_file=functools.partial(
                 UnwrittenFile, world, lambda: self.orders.get(owner, NO_ORDERS)
             ),
+            weights_said=lambda _: self._said[owner],
             prefault=False,
             explains=False,
             lingers=False,

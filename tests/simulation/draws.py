@@ -12,6 +12,7 @@ from tests.simulation.inputs import varied
 from tests.simulation.operators import operated
 from tests.simulation.plan import Event, Plan, blocks_of, groups_of
 from tests.simulation.scenes import filed, hosted, interrupted, sized, staged
+from tests.simulation.trainers import trained
 
 _FAMILIES: Final = (
     "full",
@@ -56,6 +57,7 @@ def plan_of(seed: int) -> Plan:
     plan = replace(featured(plan, random.Random(f"feature {seed}")), native=native)
     plan = accelerated(plan, random.Random(f"device {seed}"))
     plan = operated(plan, random.Random(f"operators {seed}"))
+    plan = trained(plan, random.Random(f"trainers {seed}"))
     return interrupted(plan, random.Random(f"locks {seed}"))
 
 

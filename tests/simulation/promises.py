@@ -92,14 +92,16 @@ class Promises:
         self._beginnings: tuple[bytes, ...] = ()
         self._filled: Counter[tuple[str, int]] = Counter()  # blocks that were looked at
         self._went_on: set[str] = set()  # requests that a reset has come in between
-        self._asked: set[int] = set()  # tags of all blocks that were to be pinned since the reset
+        self._asked: set[int] = set()  # tags of blocks to be pinned, of these weights
         self._pinned: set[int] = set()  # tags of pinned blocks
         self._privileged: set[int] = set()  # slots that had a privilege after the step before
         self._pins: dict[bytes, _Pin] = {}  # by what is in the header of the slot
         self._handed: dict[int, int] = {}  # slots that hand-offs took, and in which generation
         self._seen: Mapping[int, bytes] = {}
-        # Blocks that wait until earlier copies have ended, with their request and group.
-        self._late: list[tuple[str, Wish, int, list[bytes]]] = []
+        self._resets: object = None
+        # Blocks that wait until earlier copies have ended: whose they are, of which group, and
+        # whether blocks were dropped meanwhile. One of these may wait for another request alone.
+        self._late: list[tuple[str, Wish, int, list[bytes], bool]] = []
 
     def look(self, half: Any, names: Mapping[int, bytes], stored: Iterable[str]) -> None:
         """Look at a scheduler half that has just built a step.
@@ -120,8 +122,8 @@ class Promises:
             before, self._pinned = self._pinned, set(inspection.tags(half)[slots].tolist())
         now = self._engine.world.now
         late, self._late = self._late, []
-        for asked in late:
-            self._asks(half, *asked, now, before, waited=True)
+        for request_id, wish, g, keys, dropped in late:
+            self._asks(half, request_id, wish, g, keys, now, before, dropped=dropped)
         for request_id in self._engine.latest:
             request = self._engine.scheduler.requests.get(request_id)
             if request is None:
@@ -139,12 +141,16 @@ class Promises:
             self._privileged = set(inspection.privileged(half))
 
     def _notice_reset(self, half: Any) -> None:
-        beginnings = inspection.key_beginnings(half)
-        if beginnings != self._beginnings:
-            self._beginnings = beginnings
+        if not inspection.weights_known(half):
+            # Nothing is kept meanwhile, and of requests that could not wait nothing at all.
+            self._went_on |= set(self._engine.latest)
+        beginnings, resets = inspection.key_beginnings(half), inspection.resets(half)
+        if beginnings != self._beginnings or resets != self._resets:
+            if beginnings != self._beginnings:
+                self._asked.clear()  # else what is pinned may be still
+            self._beginnings, self._resets = beginnings, resets
             self._went_on |= self._engine.scheduler.requests.keys()
             self._filled.clear()  # they may be filled anew, for other weights
-            self._asked.clear()
             self._late.clear()
             self._pins.clear()
             self._pinned.clear()
@@ -174,18 +180,23 @@ class Promises:
         now: float,
         before: set[int],
         *,
-        waited: bool = False,
+        dropped: bool | None = None,
     ) -> None:
         """A request wants these blocks, which the step fills, to be kept here, or pinned: now, or
         when it is their turn. If vLLM has lost one by then, it is dropped. Another request may have
-        filled it anew in the same step, and does not ask for a pin."""
+        filled it anew in the same step, and does not ask for a pin.
+
+        Args:
+            dropped: of blocks that have waited, whether any were dropped meanwhile.
+        """
         if wish.pin_s:
             self._asked.update(inspection.tags_of_blocks(half, group, keys).tolist())
         if request_id in self._went_on:  # which of its blocks are kept is not known here
             return
         waiting = inspection.waiting(half)
+        excused = bool(dropped) or inspection.counted(half, "blocks_dropped") > 0
         if late := [key for key in keys if (group, key) in waiting]:
-            self._late.append((request_id, wish, group, late))
+            self._late.append((request_id, wish, group, late, excused))
             keys = [key for key in keys if (group, key) not in waiting]
         tags = inspection.tags_of_blocks(half, group, keys).tolist()
         whole = inspection.keeps_all(half, group)
@@ -198,10 +209,9 @@ class Promises:
         if not wish.pin_s:
             return
         refused = 0
-        excused = waited and inspection.counted(half, "blocks_dropped")
         for key, tag, kept in zip(keys, tags, here, strict=True):
             if tag not in self._pinned:
-                refused += whole and kept and not excused
+                refused += whole and kept and not (excused and dropped is not None)
             elif whole or tag not in before:  # of a window, not all blocks are there to be kept
                 name = self._beginnings[group] + key[:_HASH_BYTES]
                 pin = self._pins.setdefault(name, _Pin(tag))

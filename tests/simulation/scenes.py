@@ -62,7 +62,7 @@ def _windows_again(plan: Plan, draw: random.Random) -> Plan:
         prompt = family, draw.choice((20, 33, 37))
         happens.append((draw.choice((30, 100)), "hand_off", hand_off(prefill, decode, prompt)))
         for acts in (draw.choice((100, 300)), 300):
-            happens.append((acts, "serve", _serve(decode, prompt)))
+            happens.append((acts, "serve", serve(decode, prompt)))
     return replace(plan, events=_events(happens))
 
 
@@ -124,7 +124,7 @@ def _stored(plan: Plan, draw: random.Random) -> Plan:
     for _ in range(4):
         for engine in draw.sample(plan.engines, 2):
             prompt = draw.randrange(3), draw.choice((20, 33, 37))
-            happens.append((draw.choice((30, 300)), "serve", _serve(engine.name, prompt)))
+            happens.append((draw.choice((30, 300)), "serve", serve(engine.name, prompt)))
         if draw.random() < 0.3:
             engine = draw.choice(plan.engines)
             happens.append((100, "reset", {"engine": engine.name, "connector": True}))
@@ -362,7 +362,7 @@ def _resets_beside_leases(plan: Plan, draw: random.Random) -> Plan:
             happens.append((30, "hand_off", how | {"times": 4, "pause": 1.0}))
         seconds = 1.0 + draw.random() * _ASKING_S
         reset = {"engine": prefill, "connector": True, "seconds": seconds}
-        happens += [(0, "reset", reset), (300, "serve", _serve(decode, (0, 5)))]
+        happens += [(0, "reset", reset), (300, "serve", serve(decode, (0, 5)))]
     for acts in (1000, 30):
         how = hand_off(prefill, decode, (draw.randrange(3), draw.choice((13, 20))))
         happens.append((acts, "hand_off", how))
@@ -517,9 +517,9 @@ def _parts(plan: Plan, draw: random.Random) -> Plan:
     happens: _Happens = []
     for family in draw.sample(range(3), 2):
         for engine, length in zip(draw.sample(plan.engines, 2), (13, 37), strict=True):
-            happens.append((300, "serve", _serve(engine.name, (family, length))))
+            happens.append((300, "serve", serve(engine.name, (family, length))))
     for _ in range(6):
-        how = _serve(draw.choice(plan.engines).name, (draw.randrange(3), draw.choice((33, 37))))
+        how = serve(draw.choice(plan.engines).name, (draw.randrange(3), draw.choice((33, 37))))
         happens.append((draw.choice((30, 300)), "serve", how))
     gone = {"engine": draw.choice(plan.engines).name, "seconds": draw.choice((0.0, 0.5))}
     happens.insert(draw.randrange(5, 11), (draw.choice((1, 3, 10)), "kill", gone))
@@ -537,7 +537,7 @@ def _resets(plan: Plan, draw: random.Random) -> Plan:
         engine = draw.choice(plan.engines).name
         prompt = draw.randrange(3), draw.choice((20, 33, 37))
         happens += [
-            (draw.choice((30, 300)), "serve", _serve(engine, prompt, 20)),
+            (draw.choice((30, 300)), "serve", serve(engine, prompt, 20)),
             (draw.choice((10, 30, 60)), "reset", {"engine": engine, "connector": True}),
         ]
     engines = tuple(replace(engine, step_s=0.0) for engine in plan.engines)
@@ -548,14 +548,14 @@ def _resets(plan: Plan, draw: random.Random) -> Plan:
 def _stopped(plan: Plan, draw: random.Random) -> Plan:
     """An engine stands still, and others are asked for what it has; some have met it just now."""
     stopped, *others = draw.sample([engine.name for engine in plan.engines], len(plan.engines))
-    happens = [(300, "serve", _serve(stopped, (family, 37))) for family in range(3)]
+    happens = [(300, "serve", serve(stopped, (family, 37))) for family in range(3)]
     how = {"engine": stopped, "seconds": draw.choice((5.0, 20.0))}
     happens.append((draw.choice((0, 30)), "stop", how))
     if draw.random() < 0.5:
         anew = {"engine": others[0], "seconds": 0.0}
         happens.insert(3, (300, draw.choice(("kill", "restart")), anew))
     for _ in range(6):
-        how = _serve(draw.choice(others), (draw.randrange(3), draw.choice((33, 37))))
+        how = serve(draw.choice(others), (draw.randrange(3), draw.choice((33, 37))))
         happens.append((draw.choice((30, 300)), "serve", how))
     engines = tuple(replace(engine, step_s=0.0, shares=False) for engine in plan.engines)
     trouble = {"met_late": draw.choice((0.0, 1.0))}
@@ -579,12 +579,13 @@ def _served(plan: Plan, draw: random.Random, number: int) -> _Happens:
     happens: _Happens = []
     for _ in range(number):
         prompt = draw.randrange(3), draw.choice((13, 20, 33, 37))
-        how = _serve(draw.choice(plan.engines).name, prompt, draw.choice((1, 6, 20)))
+        how = serve(draw.choice(plan.engines).name, prompt, draw.choice((1, 6, 20)))
         happens.append((draw.choice((0, 10, 30, 100, 300)), "serve", how))
     return happens
 
 
-def _serve(engine: str, prompt: tuple[int, int], tokens: int = 3) -> dict[str, Any]:
+def serve(engine: str, prompt: tuple[int, int], tokens: int = 3) -> dict[str, Any]:
+    """How a prompt is sent to an engine, in the plainest way."""
     return {"engine": engine, "prompt": prompt, "tokens": tokens, "priority": 0}
 
 

@@ -54,6 +54,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from omni_connector.arena.arena import Arena
 from omni_connector.handoff.leases import Handoff, SlotDirectory
 from omni_connector.identity.adapters import version_of
+from omni_connector.identity.epochs import WeightsSaid
 from omni_connector.plugin import CONNECTOR_NAME, register
 from omni_connector.testing import no_op
 from omni_connector.vllm_v1 import connector as connector_module
@@ -168,6 +169,8 @@ class InProcessEngine:
         thinking: tuple[int, int] | None = None,
         drafter: str = "",
         drafts: int = 0,
+        fresh: bool = False,
+        files: str = "",
     ) -> None:
         _register()
         self._lifecycle = lifecycle or Lifecycle()
@@ -241,6 +244,8 @@ class InProcessEngine:
         self.runner.tokens_ahead = tokens_ahead(self.config)
         self.runner.drafter_runs = max(1, drafts)
         self.runner.spoil(list(range(usable_blocks + 1)), next(_numbers))
+        self.weights_said = WeightsSaid()
+        self._files = files
         self.workers: list[KVConnectorBase_V1] = []
         self._copiers: list[Exchangeable] = []
         self._adapter_loads: list[AdapterLoads] = []
@@ -275,6 +280,9 @@ class InProcessEngine:
             if self.workers:
                 self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(found)
             failed.pop_all()
+        ours = inspection.halves_beside(self.scheduler.connector, self.workers)
+        if not fresh and ours:
+            inspection.know_weights(ours[0], ranks, weights)
         self._aggregator = KVOutputAggregator(ranks)
         hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
@@ -299,7 +307,9 @@ class InProcessEngine:
             return self._copiers[-1]
 
         # In this process models are written at any time, and no engine really reads them.
-        known = functools.partial(weights_id, unchanged_since=math.inf)
+        known: Any = functools.partial(weights_id, unchanged_since=math.inf)
+        if self._files:
+            known = lambda *_: self._files  # noqa: E731
 
         def adapter_loads(_: VllmConfig) -> AdapterLoads:
             self._adapter_loads.append(AdapterLoads())
@@ -311,6 +321,8 @@ class InProcessEngine:
             weights_id=known,
             weight_files=weight_files if self._hashes_files else None,
             adapter_loads=adapter_loads,
+            read_weights=lambda _: inspection.hashed(lambda: self.runner.weights),
+            weights_said=lambda _: self.weights_said,
         )
         with unittest.mock.patch.object(connector_module, "SURROUNDINGS", ours):
             yield

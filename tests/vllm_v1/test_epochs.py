@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """New weights: nothing that was computed before is handed off, loaded or kept."""
 
+import itertools
 import threading
 import time
 
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from omni_connector.copy import ledger
+from omni_connector.copy.loaded_weights import UnreadableWeightsError
 from omni_connector.errors import StaleSlotError
 from omni_connector.handoff import receiver
+from omni_connector.identity import epochs
 from omni_connector.vllm_v1 import connector
 from tests import inspection
+from tests.simulation import check
 from tests.toy import BLOCK
 
-from .harness import HANDOFF, InProcessEngine, assert_clean, leased, prompt, wait
+from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, leased, prompt, wait
 
 pytestmark = pytest.mark.vllm
 
@@ -46,7 +51,7 @@ RESETS = {
 }
 
 # What a decode request meets that has a lease from before: where it took long, it asks anew.
-VOID = ({"stale_slot": 1}, {"unknown_token": 1})
+VOID = ({"stale_slot": 1}, {"unknown_token": 1}, {"weights_changed": 1})
 
 
 @pytest.mark.parametrize("reset", RESETS)
@@ -73,24 +78,24 @@ def test_what_was_handed_off_before_is_not_leased_after(engine, after, reset):
         new_weights(each)
         assert each.scheduler.reset_prefix_cache(**RESETS[reset])
     assert decode.generate(PROMPT, 6, params=answer).tokens == after(PROMPT, 6)
-    assert decode.failures() == {"unknown_token": 1}
+    assert decode.failures() == {"other_weights": 1}
     prefill.generate(prompt(20, seed=3))  # an engine without requests learns of it with the next
     assert_clean(prefill, decode)
 
 
-def test_an_idle_engine_frees_its_slots_soon_after_a_reset(engine, after):
+def test_an_idle_engine_frees_its_slots_with_its_next_request_after_new_weights(engine):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     request_id = leased(prefill, decode, PROMPT)
     prefill.generate(prompt(6 * BLOCK, seed=2), params=HANDOFF)
     assert prefill.usage[0] > 0
     new_weights(prefill, decode)
     assert prefill.scheduler.reset_prefix_cache()
-    wait(lambda: prefill.usage == (0, 0, 0))
-    prefill.generate(prompt(20, seed=3))  # a step tells the workers
-    wait(lambda: inspection.copies_ended(prefill.worker_half))
+    assert decode.scheduler.reset_prefix_cache()
+    prefill.generate(prompt(20, seed=3))
+    assert prefill.usage == (0, 0, 0)
     decode.settle()
-    assert decode.answers[request_id].tokens == after(PROMPT, 6)
     assert decode.failures() in VOID
+    assert decode.done(request_id)
     assert_clean(prefill, decode)
 
 
@@ -113,13 +118,13 @@ def test_a_lease_from_before_the_peer_was_reset_is_not_used(engine, after):
     new_weights(decode)
     assert decode.scheduler.reset_prefix_cache()
     request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
-    decode.lease_answer(request_id)
+    decode.run(lambda: request_id in inspection.fetches(decode.half))
     new_weights(prefill)
     assert prefill.scheduler.reset_prefix_cache()
-    time.sleep(1.0)  # as operators wait
     decode.settle()
     assert decode.answers[request_id].tokens == after(PROMPT, 6)
-    assert decode.failures() == {"unknown_token": 1}
+    assert decode.failures() == {"other_weights": 1}
+    prefill.generate(prompt(20, seed=3))
     assert_clean(prefill, decode)
 
 
@@ -218,8 +223,10 @@ def test_after_two_resets_without_a_step_readers_are_told_of_both(engine):
     read = list(zip(handoff.slots[0].tolist(), handoff.generations[0].tolist(), strict=True))
     for slot, generation in read:
         prefill.arena().verify(slot, generation)
-    for _ in range(2):
+    for weights in (b"new", b"newer"):
+        prefill.runner.weights = weights
         assert prefill.half.reset_cache()
+        inspection.know_weights(prefill.half, 1, weights)
     prefill.generate(prompt(20, seed=3))  # a step tells the workers
     wait(lambda: inspection.copies_ended(prefill.worker_half))
     for slot, generation in read:
@@ -255,9 +262,11 @@ def test_a_prefill_under_way_is_copied_anew(engine, after, overlap, family):
 
 
 def test_a_prefill_that_goes_on_upon_old_blocks_is_not_handed_off(engine):
-    prefill = engine("kv_producer", max_tokens_a_step=2 * BLOCK)
+    """The reset fails, and is not minded."""
+    prefill = engine("kv_producer", max_tokens_a_step=BLOCK)
     request_id = prefill.submit(PROMPT, params=HANDOFF)
     prefill.step()
+    new_weights(prefill)
     assert not prefill.scheduler.reset_prefix_cache(reset_connector=True)
     prefill.run(lambda: prefill.done(request_id))
     assert prefill.answers[request_id].params["omni_no_handoff"] == "weights_changed"
@@ -361,6 +370,13 @@ def test_resets_under_load_do_not_fail_with_several_ranks(engine, tokens):
         requests[sharer.submit(text, max_tokens=4)] = text
         sharer.step()
         sharer.step()
+        # Blocks of before are found again, and no cache is reset while they are loaded.
+        sharer.run(
+            lambda: all(
+                each.status is not RequestStatus.WAITING_FOR_REMOTE_KVS
+                for each in sharer.scheduler.requests.values()
+            )
+        )
         assert sharer.scheduler.reset_prefix_cache(reset_running_requests=True)
     sharer.settle()
     for request_id, text in requests.items():
@@ -400,11 +416,356 @@ def test_a_second_reset_before_a_step_forgets_no_reader_of_the_first(engine, mon
     leased_slots = sorted(handoff.held.tolist())
     told = []
     inspection.watch_void(prefill.worker_half, monkeypatch.setattr, told.append)
-    for seed in (3, 4):
+    for weights in (b"new", b"newer"):
+        prefill.runner.weights = weights
         assert prefill.scheduler.reset_prefix_cache()
-        prefill.submit(prompt(20, seed=seed))  # it learns of a reset with the next request
+        inspection.know_weights(prefill.half, 1, weights)
+    prefill.submit(prompt(20, seed=3))
     prefill.settle()
     assert sorted(slot for slots in told for slot in slots) == leased_slots
     decode.settle()
     assert decode.failures() in VOID
+    assert_clean(prefill, decode)
+
+
+def test_a_hand_off_and_a_lease_of_before_a_reset_that_changes_nothing_stay_good(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    request_id = leased(prefill, decode, PROMPT)
+    other = prompt(6 * BLOCK, seed=2)
+    answer = prefill.generate(other, params=HANDOFF).params
+    for each in (decode, prefill):
+        assert each.scheduler.reset_prefix_cache(reset_connector=each is prefill)
+    decode.settle()
+    assert decode.answers[request_id].tokens == tokens(PROMPT, 6)
+    assert decode.generate(other, 6, params=answer).tokens == tokens(other, 6)
+    assert decode.count("handoffs_received") == 2
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+def found(each: InProcessEngine) -> tuple[int, int]:
+    """Tokens that an engine has loaded from its own arena and from those of others."""
+    return each.count("tokens_kept"), each.count("tokens_from_host")
+
+
+def met(*engines: InProcessEngine) -> None:
+    """Wait until these engines read each other's indexes."""
+    for each in engines:
+        wait(lambda each=each: len(inspection.present(each.half)) == len(engines) - 1)
+    for each in engines:
+        each._before = check.sizes(each)
+
+
+@pytest.mark.parametrize("reset", RESETS)
+def test_after_a_reset_that_changes_nothing_all_is_found_but_what_was_to_be_forgotten(
+    engine, tokens, reset
+):
+    first, second = (engine("kv_both", extra=SHARES) for _ in range(2))
+    met(first, second)
+    texts = [prompt(4 * BLOCK, seed=seed) for seed in (1, 2)]
+    for each, text in zip((first, second), texts, strict=True):
+        each.generate(text)
+        assert each.scheduler.reset_prefix_cache(**RESETS[reset])
+    for text in texts:
+        assert first.generate(text, 6).tokens == tokens(text, 6)
+    own, others = found(first)
+    assert (own > 0) == (reset != "with connector")
+    assert (others > 0) == (reset != "with connector")
+    # What is computed from now on is shared as before.
+    third = prompt(4 * BLOCK, seed=3)
+    second.generate(third)
+    before = found(first)[1]
+    assert first.generate(third, 6).tokens == tokens(third, 6)
+    assert found(first)[1] > before
+    assert_clean(first, second)
+
+
+def test_engines_share_with_those_of_the_same_weights_and_find_the_former_ones_again(
+    engine, after, tokens
+):
+    engines = [engine("kv_both", extra=SHARES) for _ in range(4)]
+    met(*engines)
+    old, new = engines[:2], engines[2:]
+    engines[0].generate(PROMPT)
+    for each in new:
+        new_weights(each)
+        assert each.scheduler.reset_prefix_cache()
+    # Nobody finds KV of other weights, and everybody that of the same.
+    assert new[0].generate(PROMPT, 6).tokens == after(PROMPT, 6)
+    assert found(new[0]) == (0, 0)
+    assert new[1].generate(PROMPT, 6).tokens == after(PROMPT, 6)
+    assert found(new[1])[1] > 0
+    assert old[1].generate(PROMPT, 6).tokens == tokens(PROMPT, 6)
+    assert found(old[1])[1] > 0
+    text = prompt(6 * BLOCK, seed=4)
+    new[0].generate(text)
+    assert old[0].generate(text, 6).tokens == tokens(text, 6)
+    assert found(old[0]) == (0, 0)
+    for each in new:
+        each.runner.weights = b""
+        assert each.scheduler.reset_prefix_cache()
+    before = found(new[0])[1]
+    assert new[0].generate(PROMPT, 6).tokens == tokens(PROMPT, 6)
+    assert found(new[0])[1] > before
+    assert_clean(*engines)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_other_weights_of_any_rank_are_other_weights(engine, rank):
+    alone = engine("kv_both", extra=SHARES, ranks=2)
+    alone.generate(PROMPT)
+    half = inspection.halves_beside(alone.scheduler.connector, alone.workers)[1 + rank]
+    inspection.read_weights(half, lambda: inspection.hashed(lambda: b"new"))
+    assert alone.scheduler.reset_prefix_cache()
+    alone.generate(PROMPT)
+    assert found(alone) == (0, 0)
+    assert_clean(alone)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_nothing_is_kept_of_what_is_computed_before_the_weights_are_known(engine, known):
+    alone = engine("kv_both", extra=SHARES)
+    alone.generate(prompt(BLOCK))
+    alone.run(lambda: not inspection.being_kept(alone.half)[1])
+    before = inspection.indexed(alone.half)
+    request_id = alone.submit(prompt(BLOCK - 3, seed=5), max_tokens=3 * BLOCK)
+    alone.run(lambda: alone.answers[request_id].tokens)
+    if not known:
+        inspection.read_weights(alone.worker_half, lambda: itertools.repeat(None))
+        called(alone)
+    alone.run(lambda: alone.done(request_id))
+    alone.run(lambda: not inspection.being_kept(alone.half)[1])
+    assert (inspection.indexed(alone.half) > before) == known
+
+
+def test_weights_that_come_after_the_reset_are_noticed(engine, after):
+    """As with a pause: it resets the caches, then the weights come, then the engine goes on."""
+    alone = engine("kv_both", extra=SHARES)
+    alone.generate(PROMPT)
+    assert alone.scheduler.reset_prefix_cache()
+    new_weights(alone)
+    assert alone.generate(PROMPT, 6).tokens == after(PROMPT, 6)
+    assert found(alone) == (0, 0)
+    assert_clean(alone)
+
+
+def test_an_engine_shares_from_its_first_request_on(engine, tokens):
+    engines = [engine("kv_both", extra=SHARES, fresh=True) for _ in range(2)]
+    met(*engines)
+    for each in engines:
+        assert each.generate(PROMPT, 6).tokens == tokens(PROMPT, 6)
+    assert found(engines[1])[1] > 0
+    assert_clean(*engines)
+
+
+def test_a_reset_that_fails_and_is_not_minded_lets_nobody_have_what_follows(engine, tokens):
+    first, second = (engine("kv_both", extra=SHARES) for _ in range(2))
+    met(first, second)
+    busy = first.submit(prompt(3 * BLOCK, seed=7), max_tokens=2 * BLOCK)
+    first.run(lambda: first.answers[busy].tokens)
+    new_weights(first)
+    assert not first.scheduler.reset_prefix_cache()
+    first.settle()
+    first.generate(PROMPT)
+    new_weights(second)
+    assert second.scheduler.reset_prefix_cache()
+    second.generate(PROMPT)
+    assert found(second) == (0, 0)
+    assert first.scheduler.reset_prefix_cache()
+    first.generate(PROMPT)
+    assert found(first)[1] > 0
+    assert_clean(first, second)
+
+
+def unread(each: InProcessEngine) -> None:
+    """Let the weights of an engine be unreadable from now on."""
+
+    def fail() -> None:
+        raise UnreadableWeightsError("they are hidden")
+
+    inspection.read_weights(each.worker_half, fail)
+
+
+def test_an_engine_whose_weights_cannot_be_read_shares_with_nobody_and_says_so(engine, log):
+    engines = [engine("kv_both", extra=SHARES, fresh=True) for _ in range(2)]
+    met(*engines)
+    for each in engines:
+        unread(each)
+        each.generate(PROMPT)
+        each.generate(PROMPT)
+    assert [found(each)[1] for each in engines] == [0, 0]
+    assert len([line for line in log if "they are hidden" in line]) == 2
+    assert_clean(*engines)
+
+
+def test_fixed_weights_with_a_name_need_no_digest(engine, tokens):
+    extra = {**SHARES, "model_id": "m", "weights": "fixed"}
+    engines = [engine("kv_both", extra=extra, fresh=True) for _ in range(2)]
+    met(*engines)
+    for each in engines:
+        unread(each)
+        assert each.scheduler.reset_prefix_cache()
+        assert each.generate(PROMPT, 6).tokens == tokens(PROMPT, 6)
+    assert found(engines[1])[1] > 0
+    assert_clean(*engines)
+
+
+@pytest.mark.parametrize(("weights", "handed_off"), [("fixed", 2), ("may_change", 0)])
+def test_fixed_weights_that_cannot_be_read_are_those_of_the_files_whatever_is_called(
+    engine, tokens, weights, handed_off
+):
+    prefill = engine("kv_producer", extra={"weights": weights}, fresh=True)
+    decode = engine("kv_consumer")
+    unread(prefill)
+    for _ in range(2):  # before its first request, and after it
+        called(prefill)
+        assert prefill.scheduler.reset_prefix_cache()
+        answer = prefill.generate(PROMPT, params=HANDOFF).params
+        assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
+        assert decode.scheduler.reset_prefix_cache()
+    assert decode.count("handoffs_received") == handed_off
+
+
+def test_requests_that_wait_too_long_for_the_weights_are_computed_and_not_shared(
+    engine, tokens, monkeypatch
+):
+    prefill = engine("kv_producer", fresh=True)
+    monkeypatch.setattr(epochs, "WAIT_S", 0.05)
+    inspection.read_weights(prefill.worker_half, lambda: itertools.repeat(None))
+    answer = prefill.generate(PROMPT, params=HANDOFF)
+    assert answer.params["omni_no_handoff"] == "weights_unknown"
+    assert_clean(prefill)
+
+
+def test_where_digests_cannot_be_compared_the_trainers_name_decides(engine, after):
+    """The decode engine has another number of ranks."""
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", ranks=2)
+    for version, compared in (("", False), ("step 1", True)):
+        for each in (prefill, decode):
+            each.runner.weights = b"new" + version.encode()
+            assert each.scheduler.reset_prefix_cache()
+            if version:
+                each.weights_said.weights_named(version)
+        answer = prefill.generate(PROMPT, params=HANDOFF).params
+        decode.generate(PROMPT, 6, params=answer)
+        assert decode.count("handoffs_received") == compared
+        assert decode.failures() == {"other_weights": 1}
+    # The name is of the weights that it was given to.
+    prefill.runner.weights = b"unnamed"
+    assert prefill.scheduler.reset_prefix_cache()
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    decode.generate(PROMPT, 6, params=answer)
+    assert decode.count("handoffs_received") == 1
+    assert_clean(decode)  # what was handed off waits for an engine of these weights
+
+
+def called(*engines: InProcessEngine) -> None:
+    """As if somebody had called all workers of these engines, which may change weights."""
+    for each in engines:
+        each.weights_said.workers_called()
+
+
+def test_new_weights_that_come_by_a_call_without_a_reset_spoil_nothing_for_others(engine, tokens):
+    first, second = (engine("kv_both", extra=SHARES) for _ in range(2))
+    met(first, second)
+    first.generate(PROMPT)
+    new_weights(first)
+    called(first)
+    first.generate(prompt(4 * BLOCK, seed=8))  # its own cache has blocks of both weights now
+    new_weights(second)
+    assert second.scheduler.reset_prefix_cache()
+    second.generate(prompt(4 * BLOCK, seed=8))
+    assert found(second) == (0, 0)
+    assert first.scheduler.reset_prefix_cache()
+    first.generate(prompt(4 * BLOCK, seed=8))
+    assert found(first)[1] > 0
+    assert_clean(first, second)
+
+
+def test_a_call_that_changes_nothing_ends_nothing(engine, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    called(prefill, decode)
+    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
+    assert decode.count("handoffs_received") == 1
+    assert hand_off(prefill, decode, prompt(4 * BLOCK, seed=2))
+    assert decode.count("handoffs_received") == 2
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+def test_what_was_computed_before_the_first_digest_is_not_taken_for_what_it_names(
+    engine, tokens, monkeypatch
+):
+    """The weights are changed while the first digest is late, and requests do not wait for it."""
+    first, second = engine("kv_both", extra=SHARES, fresh=True), engine("kv_both", extra=SHARES)
+    met(first, second)
+    text = prompt(4 * BLOCK, seed=8)
+    with monkeypatch.context() as late:
+        late.setattr(epochs, "WAIT_S", 0.05)
+        inspection.read_weights(first.worker_half, lambda: itertools.repeat(None))
+        first.generate(text)
+    new_weights(first, second)
+    called(first)
+    inspection.read_weights(first.worker_half, lambda: inspection.hashed(lambda: b"new"))
+    first.generate([*text, *prompt(2 * BLOCK, seed=9)])  # upon blocks of the former weights
+    assert second.scheduler.reset_prefix_cache()
+    second.generate([*text, *prompt(2 * BLOCK, seed=9)])
+    assert found(second) == (0, 0)
+
+
+def test_weights_that_were_called_for_before_the_first_request_may_not_be_those_of_the_files(
+    engine,
+):
+    prefill = engine("kv_producer", fresh=True)
+    decode = engine("kv_consumer", ranks=2, fresh=True)  # digests cannot be compared
+    called(prefill)
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    decode.generate(PROMPT, 6, params=answer)
+    assert decode.failures() == {"other_weights": 1}
+
+
+def test_a_request_that_waits_for_the_weights_is_handed_off_though_a_drain_begins(engine, tokens):
+    prefill, decode = engine("kv_producer", fresh=True), engine("kv_consumer")
+    request_id = prefill.submit(PROMPT, params=HANDOFF)
+    prefill.half.leave(300.0)
+    late = prefill.submit(prompt(4 * BLOCK, seed=2), params=HANDOFF)
+    prefill.run(lambda: prefill.done(request_id, late))
+    prefill.run(lambda: not prefill.half.copying())
+    assert prefill.answers[late].params["omni_no_handoff"] == "draining"
+    answer = prefill.answers[request_id].params
+    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
+    assert decode.count("handoffs_received") == 1
+
+
+def test_engines_of_other_files_hand_off_once_they_have_the_same_weights(engine, after):
+    prefill, decode = engine("kv_producer", files="a"), engine("kv_consumer", files="b")
+    new_weights(prefill, decode)
+    for each in (prefill, decode):
+        assert each.scheduler.reset_prefix_cache()
+    decode.generate(prompt(20, seed=1))
+    assert hand_off(prefill, decode, PROMPT) == after(PROMPT, 6)
+    assert decode.count("handoffs_received") == 1
+    # With the first weights again their files count.
+    for each in (prefill, decode):
+        each.runner.weights = b""
+        assert each.scheduler.reset_prefix_cache()
+        each.generate(prompt(20, seed=1))
+    hand_off(prefill, decode, PROMPT)
+    assert decode.count("handoffs_received") == 1
+
+
+def test_what_was_being_copied_when_the_weights_became_unknown_is_leased_by_an_idle_engine(
+    engine, tokens
+):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    held = prefill.hold(saves=True)
+    request_id = prefill.submit(PROMPT, params=HANDOFF)
+    prefill.run(lambda: prefill.done(request_id) and held.waiting.is_set())
+    called(prefill)
+    held.open()
+    prefill.settle()
+    answer = prefill.answers[request_id].params
+    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
+    assert decode.count("handoffs_received") == 1
     assert_clean(prefill, decode)

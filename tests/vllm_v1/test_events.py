@@ -51,19 +51,21 @@ class Router:
 
     Attributes:
         blocks: by medium, what is stored: the last event of each block, by its hash.
+        clears: media that it takes `AllBlocksCleared` to be of.
         log: every event, those of many blocks as events of one each.
     """
 
     def __init__(self):
         self.blocks = {"GPU": {}, "CPU": {}, "STORAGE": {}}
+        self.clears = tuple(self.blocks)
         self.log = []
 
     def hears(self, batch):
         for event in [each for of in batch.events for each in each_block(of)]:
             self.log.append(event)
             if isinstance(event, AllBlocksCleared):
-                for of in self.blocks.values():
-                    of.clear()
+                for medium in self.clears:
+                    self.blocks[medium].clear()
             elif isinstance(event, BlockStored):
                 for block_hash in event.block_hashes:
                     self.blocks[event.medium][block_hash] = event
@@ -162,6 +164,28 @@ def test_after_a_reset_nothing_is_there_and_it_can_come_again(teller, role):
     cleared = next(i for i, e in enumerate(router.log) if isinstance(e, AllBlocksCleared))
     assert len([e for e in router.log[cleared:] if isinstance(e, BlockStored)]) >= 6
     assert router.holds("CPU", PREFIX) == kept(engine) == 6
+
+
+@pytest.mark.parametrize("blocks", [6, 70])
+@pytest.mark.parametrize("clears", [True, False], ids=["all media", "its own medium"])
+def test_after_a_reset_that_changes_no_weights_what_is_used_is_told_again(teller, blocks, clears):
+    """vLLM's `AllBlocksCleared` names no medium: routers may take it in either way."""
+    engine, router = teller(usable_blocks=400, extra=slots(100))
+    text = prompt(blocks * BLOCK)
+    for end in range(0, blocks, 20):  # not more at once than may be copied
+        publish(engine, text[: (end + 20) * BLOCK])
+    if not clears:
+        router.clears = ("GPU",)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.generate(prompt(20, seed=9))
+    assert router.holds("CPU", text) == 0
+    assert kept(engine) == blocks + 1
+    engine.generate([*text, 7])
+    assert engine.count("tokens_kept") == blocks * BLOCK
+    assert router.holds("CPU", text) == blocks
+    told = len(router.of("CPU"))
+    engine.generate([*text, 8])
+    assert len(router.of("CPU")) == told, "they are told once"
 
 
 def test_a_salt_is_told_as_vllm_tells_it(teller):

@@ -144,7 +144,8 @@ def test_what_was_evicted_here_and_there(sharer):  # noqa: F811
     found = explanation(second, prompt(4 * BLOCK, seed=1))
     assert (found.missing.cause, found.missing.evicted_from) == ("never_seen", [first.engine_id])
     assert first.scheduler.kv_cache_manager.reset_prefix_cache()
-    inspection.forget_reset(first.half)  # as if this had been an eviction
+    # Its own blocks are found after a reset, too.
+    assert agree(first, prompt(4 * BLOCK, seed=3)).missing is None
     found = agree(first, prompt(4 * BLOCK, seed=1))
     assert (found.missing.cause, found.missing.evicted_from) == ("evicted", [])
 
@@ -183,13 +184,17 @@ def test_a_store_that_does_not_answer(engine, shelf, monkeypatch):
 def test_after_new_weights_nothing_is_shared(sharer):  # noqa: F811
     first, second = sharer(), sharer()
     publish(first)
-    assert first.scheduler.reset_prefix_cache(reset_connector=True)
+    first.runner.weights = b"new"
+    assert first.scheduler.reset_prefix_cache()
+    first.generate(prompt(20, seed=5))
     found = agree(second, QUESTION)
     assert found.sources["host"] == 0
-    assert "reset" in found.apart[first.engine_id]
-    found = explanation(first, QUESTION)
-    assert "reset" in found.remarks[0]
-    assert not found.shares_with
+    assert "other weights" in found.apart[first.engine_id]
+
+
+def test_an_engine_that_has_served_nothing_does_not_know_its_weights(engine):
+    alone = engine("kv_both", extra={"share": True}, fresh=True)
+    assert "not known" in explanation(alone, QUESTION).remarks[0]
 
 
 def test_why_engines_do_not_share(sharer, engine):  # noqa: F811

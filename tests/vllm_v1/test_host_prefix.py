@@ -246,6 +246,7 @@ def test_another_salt_finds_nothing(sharer, tokens):
 def test_after_new_weights_nothing_is_shared_either_way(sharer, role):
     first, second = sharer(role), sharer(role)
     publish(first)
+    first.runner.weights = b"new"
     assert first.scheduler.reset_prefix_cache(reset_connector=True)
     assert kept(first) == 0
     publish(first)

@@ -29,8 +29,8 @@ FEATURES: Final = (
         "an aborted request whose KV was loaded reserves its blocks for ever",
         (
             "omni_connector.vllm_v1.scheduler",
-            "        self._room.ends(request.request_id)\n        if self._adapters",
-            "        if self._adapters",
+            "        self._room.ends(request.request_id)\n        self._adapters.goes_on",
+            "        self._adapters.goes_on",
         ),
     ),
     mutant(

@@ -8,11 +8,11 @@ from tests.simulation.mutants.faults import mutant
 FILES: Final = (
     mutant(
         "what nobody else can find is stored",
-        "an engine that was reset fills the store with blocks under a prefix of its own",
+        "an engine of unknown weights fills the store with blocks under a prefix of its own",
         (
             "omni_connector.prefix.shared_prefix",
-            "        self.saves.void(stores=self._weights_fixed)\n",
-            "        self.saves.void(stores=True)\n",
+            "        self.saves.stores = weights is not None\n",
+            "        self.saves.stores = True\n",
         ),
     ),
     mutant(

@@ -47,8 +47,8 @@ MENDED: Final = (
         "a plain reset leaves hand-offs, leases and loads as they are",
         (
             "omni_connector.identity.epochs",
-            "return self._pool.cached_block_hash_to_block is self._table",
-            "return True",
+            "        if table is self._table and times == self._noticed and not self._attempted:",
+            "        if times == self._noticed:",
         ),
     ),
     mutant(
@@ -65,8 +65,8 @@ MENDED: Final = (
         "prefixes of other weights are found in the shared store",
         (
             "omni_connector.prefix.key_prefix",
-            '        self.current = f"{self._shared}/{self._randbytes(8).hex()}"\n',
-            "        pass\n",
+            "        prefixes = self._named(f",
+            "        prefixes = self._named('') if weights else self._named(f",
         ),
     ),
     mutant(

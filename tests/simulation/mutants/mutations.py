@@ -12,6 +12,7 @@ from tests.simulation.mutants.inputs import INPUTS
 from tests.simulation.mutants.mended import MENDED
 from tests.simulation.mutants.operators import OPERATORS
 from tests.simulation.mutants.sharing import SHARING
+from tests.simulation.mutants.weights import WEIGHTS
 
 OWN: Final = (
     mutant(
@@ -448,6 +449,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     *MENDED,
     *OWN,
     *SHARING,
+    *WEIGHTS,
     *HINTS,
     *INPUTS,
     *DEVICE,

@@ -94,8 +94,10 @@ SHARING: Final = (
         "what is kept after a reset has keys as before",
         (
             "omni_connector.prefix.shared_prefix",
-            "                self._host.rename(self._prefix.current.encode())\n",
-            "                pass\n",
+            "            self._host.rename(self._prefix.in_arenas)\n        for prompt in"
+            " self._prompts.values():\n            if prompt.loads",
+            "            pass\n        for prompt in"
+            " self._prompts.values():\n            if prompt.loads",
         ),
     ),
     mutant(

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 from weakref import WeakKeyDictionary
 
 from omni_connector.arena.format import PAGE_BYTES
@@ -68,9 +68,9 @@ class FileShelf(TroubledShelf):
         """The time that files have."""
         return _EPOCH_NS + int(self.world.now * 1e9)
 
-    def client(self, owner: str, model: str) -> "SimulatedFileStore":
+    def client(self, owner: str) -> "SimulatedFileStore":
         """What one half of an engine uses."""
-        self._clients.append(SimulatedFileStore(self, owner, model))
+        self._clients.append(SimulatedFileStore(self, owner))
         return self._clients[-1]
 
     def kill(self, owner: str) -> None:
@@ -234,13 +234,11 @@ class SimulatedFileStore(FileBlockStore):
     Args:
         shelf: the files.
         owner: engine, whose end ends its threads.
-        model: what the keys of its engine begin with; see `SimulatedStore`.
     """
 
-    def __init__(self, shelf: FileShelf, owner: str, model: str) -> None:
+    def __init__(self, shelf: FileShelf, owner: str) -> None:
         self._shelf = shelf
         self._owner = owner
-        self._model = model
         self._runs: WeakKeyDictionary[FileCall, _Run] = WeakKeyDictionary()
         world = shelf.world
         super().__init__(
@@ -262,21 +260,6 @@ class SimulatedFileStore(FileBlockStore):
         """Drop the lock of a sweep, as the kernel does, if its engine is the one that ended."""
         if owner == self._owner and self._pieces is not None:
             self._pieces.close()
-
-    def exists(self, keys: Any, **options: Any) -> Any:
-        return super().exists(self._named(keys), **options)
-
-    def put(self, keys: Any, *rows: Any, **options: Any) -> Any:
-        return super().put(self._named(keys), *rows, **options)
-
-    def get(self, keys: Any, *rows: Any, **options: Any) -> Any:
-        return super().get(self._named(keys), *rows, **options)
-
-    def discard(self, keys: Any, **options: Any) -> None:
-        super().discard(self._named(keys), **options)
-
-    def _named(self, keys: Any) -> list[str]:
-        return [self._model + key for key in keys]
 
     def _begin(self, call: FileCall, *, beside: bool = False) -> None:
         self._shelf.world.forbid_waiting("the files of a store")

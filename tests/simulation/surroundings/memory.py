@@ -278,14 +278,13 @@ class TroubledShelf(Shelf):
                 if self._world.chance(self.forgets):
                     del self.entries[key]
 
-    def client(self, owner: str, model: str) -> BlockStore:
+    def client(self, owner: str) -> BlockStore:
         """What one half of an engine uses.
 
         Args:
             owner: the engine.
-            model: what the keys of its engine begin with; see `SimulatedStore`.
         """
-        return SimulatedStore(self, model)
+        return SimulatedStore(self)
 
     def kill(self, owner: str) -> None:
         """The process of an engine has ended."""
@@ -302,17 +301,14 @@ class SimulatedStore(BlockStore):
 
     Args:
         shelf: that it asks.
-        model: what the keys of its engine begin with, as an operator has to give engines that
-            are started with other weights another `model_id`.
     """
 
-    def __init__(self, shelf: Shelf, model: str = "") -> None:
+    def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
-        self._model = model
 
     def exists(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
         there = self._shelf.answers(timeout)
-        return [there and self._model + key in self._shelf.entries for key in keys]
+        return [there and key in self._shelf.entries for key in keys]
 
     def buffer(self, rows: int, row_bytes: int) -> NDArray[np.uint8]:
         return np.zeros((rows, row_bytes), np.uint8)
@@ -328,7 +324,7 @@ class SimulatedStore(BlockStore):
         if not self._shelf.answers(timeout):
             return [False] * len(keys)
         for key, row, length in zip(keys, rows, lengths, strict=True):
-            self._shelf.entries.setdefault(self._model + key, row[:length].tobytes())
+            self._shelf.entries.setdefault(key, row[:length].tobytes())
         self._shelf.forget()
         return [True] * len(keys)
 
@@ -343,7 +339,7 @@ class SimulatedStore(BlockStore):
         there = self._shelf.answers(timeout)
         found = []
         for key, row, length in zip(keys, rows, lengths, strict=True):
-            entry = self._shelf.entries.get(self._model + key) if there else None
+            entry = self._shelf.entries.get(key) if there else None
             found.append(entry is not None and len(entry) == length)
             if entry is not None and found[-1]:
                 row[:length] = np.frombuffer(entry, np.uint8)
@@ -352,7 +348,7 @@ class SimulatedStore(BlockStore):
     def discard(self, keys: Sequence[str], *, timeout: float) -> None:
         if self._shelf.answers(timeout):
             for key in keys:
-                self._shelf.entries.pop(self._model + key, None)
+                self._shelf.entries.pop(key, None)
 
     @property
     def failures(self) -> Mapping[str, int]:

@@ -5,7 +5,6 @@ Indexes are real memory, mapped as a real engine maps them. The seed draws how l
 found, how long one that has gone is still listed, and what becomes of the hits that it is told of.
 """
 
-import hashlib
 import math
 import os
 import random
@@ -100,16 +99,11 @@ class SimulatedNeighbours(Neighbours):
 
     Args:
         owner: the engine.
-        model: which weights it was started with, as an operator has to give engines that are
-            started with other weights another `model_id`.
     """
 
-    def __init__(
-        self, neighbourhood: Neighbourhood, owner: str, model: str, local_engine: LocalEngine
-    ) -> None:
-        readers = hashlib.blake2b(local_engine.readers + model.encode(), digest_size=16).digest()
+    def __init__(self, neighbourhood: Neighbourhood, owner: str, local_engine: LocalEngine) -> None:
         self.owner = owner
-        self.local_engine = replace(local_engine, readers=readers)
+        self.local_engine = local_engine
         self._neighbourhood = neighbourhood
         self._met: dict[SimulatedNeighbours, Neighbour] = {}
         world = neighbourhood.world
@@ -255,7 +249,7 @@ class LyingIndex:
         local_engine = replace(
             victim.local_engine, index=self._index, ranks=_NoRanks(), on_hits=lambda *_: None
         )
-        self._home = SimulatedNeighbours(neighbourhood, name, "", local_engine)
+        self._home = SimulatedNeighbours(neighbourhood, name, local_engine)
         self._home.local_engine = local_engine  # with the very digest of the victim
 
     def lie(self, tags: Tags, generations: Ints, draw: random.Random) -> None:

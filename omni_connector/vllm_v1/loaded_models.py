@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models that vLLM's workers have loaded, which vLLM shows to no connector.
+
+A part of `compat`, in a module of its own because the plugin loads it in each worker before
+anything else. `watch_workers` wraps two methods of vLLM:
+
+- `WorkerBase.__init__`, to know the worker of each configuration. A worker has `get_model`, and it
+  has it whatever has loaded the model, or loads another one later.
+- on CPUs `UnquantizedLinearMethod.process_weights_after_loading`: vLLM packs linear weights there
+  for its kernels, where Python cannot read them, and removes them from the model. So they are
+  hashed just before that, with each load and each reload.
+- on devices the worker's `sleep`, `wake_up` and `discard`: weights that sleep have no memory, and
+  reading them would end the process.
+
+Where this module was not loaded before the model (`VLLM_PLUGINS` without this plugin, a connector
+that is found by `kv_connector_module_path`), or where the worker has no model, that is said by
+`UnreadableWeightsError`.
+"""
+
+import enum
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from omni_connector.copy.cuda import CudaStream
+from omni_connector.copy.loaded_weights import (
+    TensorDigest,
+    UnreadableWeightsError,
+    digest_in_pieces,
+    digest_of_tensor,
+)
+from omni_connector.identity.epochs import WeightsDigest
+from omni_connector.plugin import WORKERS, require_supported_vllm
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Of a module: the digest of the weight that it had before vLLM packed it.
+_PACKED: Final = "_omni_connector_packed_weight"
+# Of a function: it is wrapped already.
+_WRAPPED: Final = "_omni_connector_wrapped"
+
+# What vLLM calls of a worker when its weights leave the device's memory, and when they come back.
+_SLEEPS: Final = ("sleep", "wake_up", "discard")
+
+# Of this process: with expert load balancing its experts lie as they do nowhere else.
+_PLACEMENT: Final = os.urandom(8).hex()
+
+
+class _WeightsMemory:
+    """The memory that the weights of a worker lie in, which may be taken away while they sleep."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asleep = False
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """The memory stays as it is while this is entered.
+
+        Raises:
+            UnreadableWeightsError: the weights sleep.
+        """
+        with self._lock:
+            if self._asleep:
+                raise UnreadableWeightsError("the weights sleep")
+            yield
+
+    def watch(self, worker: Any) -> None:
+        """Follow a worker: with `sleep` its weights may go, with `wake_up` they come back."""
+        for name in _SLEEPS:
+            call = getattr(worker, name, None)
+            if call is not None:
+                setattr(worker, name, self._followed(name, call))
+
+    def _followed(self, name: str, call: Any) -> Any:
+        @functools.wraps(call)
+        def followed(*args: Any, **options: Any) -> Any:
+            tags = options.get("tags", args[0] if args else None) if name != "sleep" else None
+            if tags is not None and "weights" not in tags:
+                return call(*args, **options)
+            if name != "wake_up":
+                with self._lock:  # vLLM waits for all work of the device before it goes on
+                    self._asleep = True
+            result = call(*args, **options)
+            if name == "wake_up":
+                self._asleep = False
+            return result
+
+        return followed
+
+
+_workers: Final["weakref.WeakKeyDictionary[Any, _WeightsMemory]"] = weakref.WeakKeyDictionary()
+
+
+def watch_workers() -> None:
+    """From now on know the workers that vLLM makes in this process. Idempotent, and cheap where
+    this process makes none: it imports nothing of vLLM."""
+    module = sys.modules.get(WORKERS)
+    worker_class = getattr(module, "WorkerBase", None)
+    if worker_class is None or hasattr(worker_class.__init__, _WRAPPED):
+        return
+    made = worker_class.__init__
+
+    @functools.wraps(made)
+    def watched(worker: Any, *args: Any, **options: Any) -> None:
+        made(worker, *args, **options)
+        _workers[worker] = _WeightsMemory()
+        keep_digests_of_packed_weights()
+        _watch_sleep(worker)
+
+    setattr(watched, _WRAPPED, True)
+    worker_class.__init__ = watched
+
+
+def _watch_sleep(worker: Any) -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():  # there vLLM ignores these calls
+        _workers[worker].watch(worker)
+
+
+def keep_digests_of_packed_weights() -> None:
+    """On a CPU, from now on hash linear weights before vLLM packs them. Idempotent."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    unquantized: Any = UnquantizedLinearMethod
+    process = unquantized.process_weights_after_loading
+    if hasattr(process, _WRAPPED):
+        return
+
+    @functools.wraps(process)
+    def hashed(method: Any, layer: Any) -> Any:
+        layer.__dict__.pop(_PACKED, None)
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, torch.Tensor) and not weight.is_meta and weight.numel():
+            layer.__dict__[_PACKED] = digest_of_tensor("weight", weight)
+        return process(method, layer)
+
+    setattr(hashed, _WRAPPED, True)
+    unquantized.process_weights_after_loading = hashed
+
+
+def worker_of(vllm_config: "VllmConfig") -> Any:
+    """The worker of this process that has a configuration.
+
+    Raises:
+        UnreadableWeightsError: it is not known.
+    """
+    for worker in list(_workers):
+        # MultiConnector gives its children copies of the configuration, of the same parts.
+        if worker.vllm_config.parallel_config is vllm_config.parallel_config:
+            return worker
+    raise UnreadableWeightsError(
+        "the plugin of omni-connector was not loaded before the model (is VLLM_PLUGINS set?)"
+    )
+
+
+def loaded_digest(vllm_config: "VllmConfig") -> Generator[None, None, WeightsDigest]:
+    """Make the digest of the weights in a worker, those of a drafter included; see
+    `digest_in_pieces`. Call this on the engine's thread: what it has put on the device until now is
+    done before the weights are read.
+
+    Raises:
+        UnreadableWeightsError: some weights cannot be read.
+    """
+    worker = worker_of(vllm_config)
+    models = {"": worker.get_model()}
+    runner = worker.model_runner
+    for name in ("drafter", "speculator"):
+        draft = getattr(getattr(runner, name, None), "model", None)
+        if isinstance(draft, torch.nn.Module):
+            models["draft."] = draft
+    weights: dict[str, torch.Tensor | TensorDigest] = {}
+    for prefix, model in models.items():
+        weights |= {prefix + name: value for name, value in weights_of(model).items()}
+    stream = _stream_beside(weights.values())
+    reading = digest_in_pieces(
+        weights,
+        [*_processing(vllm_config), *_processed(models.values())],
+        *([] if stream is None else [stream.active]),
+    )
+    return _while_present(_workers[worker], reading)
+
+
+def _while_present(
+    memory: _WeightsMemory, reading: Generator[None, None, WeightsDigest]
+) -> Generator[None, None, WeightsDigest]:
+    while True:
+        with memory.present():
+            try:
+                next(reading)
+            except StopIteration as end:
+                digest: WeightsDigest = end.value
+                return digest
+        yield
+
+
+def _stream_beside(weights: Iterable[torch.Tensor | TensorDigest]) -> CudaStream | None:
+    """A stream on which weights are read when the engine's work of now is done; None on a CPU."""
+    for each in weights:
+        if isinstance(each, torch.Tensor) and each.device.type == "cuda":
+            stream = CudaStream(each.device)
+            stream.wait(stream.fence())
+            return stream
+    return None
+
+
+def _processing(vllm_config: "VllmConfig") -> list[str]:
+    """What decides how vLLM lays weights out in memory."""
+    from vllm.platforms import current_platform
+
+    parallel = vllm_config.parallel_config
+    said = [
+        require_supported_vllm().version,
+        current_platform.device_name,
+        str(current_platform.get_device_capability()),
+        torch.backends.cpu.get_cpu_capability() if current_platform.is_cpu() else "",
+    ]
+    if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
+        said.append(f"experts of {parallel.data_parallel_rank} in {parallel.data_parallel_size}")
+    if getattr(parallel, "enable_eplb", False):
+        said.append(_PLACEMENT)
+    return said
+
+
+def _processed(models: Iterable[torch.nn.Module]) -> list[str]:
+    """How the weights of each layer were processed after they were loaded."""
+    found: set[str] = set()
+    for model in models:
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if method is not None:
+                chosen = {
+                    name: str(value)
+                    for name, value in vars(method).items()
+                    if isinstance(value, enum.Enum | bool)
+                }
+                found.add(
+                    f"{type(module).__name__} {type(method).__name__} {sorted(chosen.items())}"
+                )
+    return sorted(found)
+
+
+def weights_of(model: torch.nn.Module) -> Mapping[str, torch.Tensor | TensorDigest]:
+    """The tensors of a model that weights are loaded into, by name: parameters, and buffers that
+    belong to its state. A cache of rotary embeddings, which settings size, does not.
+
+    Raises:
+        UnreadableWeightsError: vLLM has packed some weights in a way that hides them.
+    """
+    found: dict[str, torch.Tensor | TensorDigest] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        tensors: dict[str, torch.Tensor | None] = dict(module._parameters)
+        for name, buffer in module._buffers.items():
+            if name not in module._non_persistent_buffers_set:
+                tensors[name] = buffer
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
+            whole = f"{prefix}.{name}" if prefix else name
+            found[whole] = tensor
+            if tensor.numel() == 0 and tensor.device.type == "cpu":
+                packed = module.__dict__.get(_PACKED) if name == "weight" else None
+                if packed is None:
+                    raise UnreadableWeightsError(f"vLLM has packed {whole} for this CPU")
+                found[whole] = packed
+    return found

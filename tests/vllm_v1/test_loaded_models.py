@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read of the models that vLLM has loaded."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from omni_connector.copy.loaded_weights import UnreadableWeightsError, digest_of
+from omni_connector.vllm_v1 import loaded_models
+from omni_connector.vllm_v1.loaded_models import loaded_digest, watch_workers, weights_of
+
+pytestmark = pytest.mark.vllm
+
+# The first has experts. Each is looked at for weights that those before it have not.
+FAMILIES = ("gptoss", "llama", "gemma3", "deepseek_v2", "qwen3_next", "lfm2")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """By family, what the digests of small models tell, as vLLM loads them."""
+    command = [sys.executable, "-m", "tests.vllm_v1.loaded_families"]
+    ended = subprocess.run(
+        [*command, str(tmp_path_factory.mktemp("families")), *FAMILIES],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_element_of_any_weight_in_the_files_is_seen_in_memory(told, family):
+    of = told[family]
+    assert of["changed"]
+    assert of["the same again"]
+    assert of["unseen"] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_caches_that_settings_size_are_left_out(told, family):
+    assert all("cache" in name for name in told[family]["left out"])
+    assert told[family]["left out"] or family == "lfm2"
+    assert not [name for name in told[family]["hashed"] if "cache" in name]
+
+
+class Worker:
+    """What `watch_workers` sees of one of vLLM's workers."""
+
+    def __init__(self, vllm_config):
+        self.vllm_config = vllm_config
+        self.asleep = False
+        self.model = torch.nn.Linear(64, 64)
+        self.model_runner = SimpleNamespace()
+
+    def get_model(self):
+        return self.model
+
+    def sleep(self, level=1):
+        self.asleep = True
+        return level
+
+    def wake_up(self, tags=None):
+        self.asleep = False
+        return tags
+
+    def discard(self, tags):
+        return tags
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """A worker that was made while workers are watched, on a device; and its configuration."""
+    monkeypatch.setitem(
+        sys.modules, loaded_models.WORKERS, SimpleNamespace(WorkerBase=type("W", (Worker,), {}))
+    )
+    monkeypatch.setattr(loaded_models, "_workers", type(loaded_models._workers)())
+    platform = SimpleNamespace(
+        is_cpu=lambda: False, device_name="device", get_device_capability=lambda: (9, 0)
+    )
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+    watch_workers()
+    watch_workers()
+    parallel = SimpleNamespace(
+        enable_expert_parallel=False, data_parallel_size=1, data_parallel_rank=0
+    )
+    config = SimpleNamespace(parallel_config=parallel)
+    return sys.modules[loaded_models.WORKERS].WorkerBase(vllm_config=config), config
+
+
+def read(config):
+    reading = loaded_digest(config)
+    while True:
+        try:
+            next(reading)
+        except StopIteration as end:
+            return end.value
+
+
+def test_a_worker_is_known_by_its_configuration(worker):
+    one, config = worker
+    assert read(config).content == digest_of(dict(one.model.named_parameters())).content
+    copied = SimpleNamespace(parallel_config=config.parallel_config)  # as MultiConnector has it
+    assert read(copied) == read(config)
+    with pytest.raises(UnreadableWeightsError, match="not loaded before the model"):
+        read(SimpleNamespace(parallel_config=SimpleNamespace()))
+
+
+def test_weights_that_sleep_are_not_read(worker):
+    one, config = worker
+    before = read(config)
+    reading = loaded_digest(config)
+    next(reading)  # falls asleep while it is read
+    assert one.sleep(level=2) == 2
+    with pytest.raises(UnreadableWeightsError, match="sleep"):
+        next(reading)
+    with pytest.raises(UnreadableWeightsError, match="sleep"):
+        read(config)
+    one.wake_up(tags=["kv_cache"])
+    with pytest.raises(UnreadableWeightsError, match="sleep"):
+        read(config)
+    one.wake_up(tags=["weights"])
+    assert read(config) == before
+    one.discard(("kv_cache",))
+    assert read(config) == before
+    one.discard(("weights",))
+    with pytest.raises(UnreadableWeightsError, match="sleep"):
+        read(config)
+    one.wake_up()
+    assert read(config) == before
+
+
+def test_digests_of_other_expert_ranks_cannot_be_compared(worker):
+    _, config = worker
+    alone = read(config)
+    parallel = config.parallel_config
+    parallel.enable_expert_parallel, parallel.data_parallel_size = True, 2
+    first = read(config)
+    parallel.data_parallel_rank = 1
+    second = read(config)
+    assert len({alone.form, first.form, second.form}) == 3
+    assert alone.content == first.content == second.content
+
+
+def test_how_layers_process_their_weights_is_a_part_of_the_form(worker):
+    one, config = worker
+    before = read(config)
+    one.model.quant_method = SimpleNamespace(repacked=True, calls=3)
+    after = read(config)
+    assert after.form != before.form
+    assert after.content == before.content
+    one.model.quant_method.calls = 4
+    assert read(config) == after
+
+
+def test_counters_and_caches_are_no_weights():
+    model = torch.nn.Linear(8, 8)
+    model.register_buffer("cos_sin_cache", torch.ones(4), persistent=False)
+    model.register_buffer("scale", torch.ones(1))
+    model.calls = torch.zeros(1)
+    assert sorted(weights_of(model)) == ["bias", "scale", "weight"]
+
+
+def test_weights_that_are_packed_away_are_refused_by_name():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    model[0].weight = torch.nn.Parameter(torch.empty(0))
+    with pytest.raises(UnreadableWeightsError, match=r"packed 0\.weight"):
+        weights_of(model)
