@@ -143,7 +143,8 @@ class WeightsEpoch:
         said: what is said of them.
 
     Attributes:
-        number: how many resets and epochs the engine's thread has noticed.
+        resets: how many resets that succeeded the engine's thread has noticed.
+        number: how many resets and epochs.
         name: of the weights that the engine's KV was computed with.
         known: whether the engine's weights are those of `name`, for all that is known.
         readable: whether the last question was answered by a digest.
@@ -169,6 +170,7 @@ class WeightsEpoch:
         self._said = WeightsSaid() if said is None else said
         self._noticed = self._said.times
         self._table: object = pool.cached_block_hash_to_block
+        self.resets = 0
         self.number = 0
         self.name = WeightsName()
         self._named = named
@@ -214,6 +216,7 @@ class WeightsEpoch:
             return False
         if table is not self._table:
             self._table = table
+            self.resets += 1
             self.number += 1
             self._was_reset, self.stained = True, False
         elif self._computed:  # with weights that nobody has asked for

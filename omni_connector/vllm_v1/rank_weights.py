@@ -5,7 +5,7 @@ The question comes with a step, as do the answers, so that no rank need be reach
 bytes are hashed on a thread beside the engine's, in pieces, so that it can end at any time.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Final
 
 from vllm.logger import init_logger
@@ -46,9 +46,8 @@ class AnsweredWeights:
         self._answers: list[RankWeights] = []
 
     def ask(self, question: int) -> None:
-        """A step asks this; 0 asks nothing. A question that is under way or answered is not asked
-        anew."""
-        if not question or question == self._asked:
+        """A step asks this. A question that is under way or answered is not asked anew."""
+        if question == self._asked:
             return
         self._asked = question
         try:
@@ -62,8 +61,10 @@ class AnsweredWeights:
         else:
             self._thread.wake()
 
-    def take(self) -> list[RankWeights]:
+    def take(self) -> Sequence[RankWeights]:
         """The answers since the last call."""
+        if not self._answers:
+            return ()
         answers, self._answers = self._answers, []
         return answers
 

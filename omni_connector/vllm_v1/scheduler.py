@@ -162,6 +162,7 @@ class OmniScheduler:
         # Requests that wait until weights and adapters are known, and what was ordered when they
         # arrived: an engine that is drained meanwhile still serves them.
         self._not_begun: dict[str, Refusals] = {}
+        self._resets_told = weights.resets
         self._told_unreadable = False
         self._by_files = True
         self._shared_as: str | None = None
@@ -170,10 +171,10 @@ class OmniScheduler:
         self._computing: deque[bool] = deque(maxlen=8)
 
     def _follow_weights(self) -> None:
-        before = self._weights.number
         if not self._weights.noticed():
             return
-        if self._events is not None and self._weights.number != before:
+        if self._events is not None and self._weights.resets != self._resets_told:
+            self._resets_told = self._weights.resets
             self._events.changes.void()
         if self._weights.known:  # they are fixed
             return
@@ -474,7 +475,8 @@ class OmniScheduler:
         if self._periodic_tasks.ended():
             self._waiting = ()  # nobody waits for room any more
         self._follow_weights()
-        if not self._weights.known:
+        known = self._weights.known
+        if not known:
             if computes:
                 self._weights.ask(computes=True)
             meta.weights_asked = self._weights.asked
@@ -489,7 +491,7 @@ class OmniScheduler:
         if self._shared is not None:
             scheduled = scheduler_output.num_scheduled_tokens
             self._shared.build(meta)
-            if self._weights.known:  # else nobody may have what is computed
+            if known:  # else nobody may have what is computed
                 self._shared.saves.build(meta, scheduled, self._manager.get_blocks)
         meta.cancel = self._ledger.take_revoked()
         for request in scheduler_output.scheduled_new_reqs:

@@ -344,7 +344,8 @@ class OmniWorker:
             self._threads.saves.cancel(set(self._following))
             self._following = {}
         self._metadata = metadata
-        self._weights.ask(metadata.weights_asked)
+        if metadata.weights_asked:
+            self._weights.ask(metadata.weights_asked)
         self._loads_started = self._saves_started = False
         self._forward = Forward(self._repeated_layers) if metadata.saves else None
 

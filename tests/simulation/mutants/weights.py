@@ -85,7 +85,7 @@ WEIGHTS: Final = (
         "blocks that are computed before the weights are known are kept under the former name",
         (
             "omni_connector.vllm_v1.scheduler",
-            "            if self._weights.known:  # else",
+            "            if known:  # else",
             "            if True:  # else",
         ),
     ),
