@@ -439,10 +439,10 @@ def _read_while_evicted(plan: Plan, draw: random.Random) -> Plan:
     happens: _Happens = []
     for first in draw.sample(range(3), 3):
         others = [family for family in range(3) if family != first]
-        happens.append((300, "serve", _serve(owner, (first, 37), 1)))
-        happens.append((draw.choice((100, 300)), "serve", _serve(reader, (first, 37))))
+        happens.append((300, "serve", serve(owner, (first, 37), 1)))
+        happens.append((draw.choice((100, 300)), "serve", serve(reader, (first, 37))))
         for family in others:
-            happens.append((draw.choice((3, 10, 30)), "serve", _serve(owner, (family, 37), 1)))
+            happens.append((draw.choice((3, 10, 30)), "serve", serve(owner, (family, 37), 1)))
     groups, size = groups_of(plan.engines[0].family), plan.engines[0].block_size
     # Two times something, as in such an arena `admission` is `all`.
     slots = 2 * groups * -(-(37 // size) // 2)
