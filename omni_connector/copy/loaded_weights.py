@@ -179,8 +179,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The bytes of a tensor in row-major order: 1-D uint8 tensors, of `PIECE_BYTES` but the
     last."""
     if tensor.is_contiguous():
-        # Not by `reshape`: an axis of one element may have any stride.
-        flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        flat = _bytes_of(tensor)
         for start in range(0, flat.numel(), PIECE_BYTES):
             yield flat[start : start + PIECE_BYTES]
         return
@@ -188,7 +187,12 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     size = PIECE_BYTES // tensor.element_size()
     for start in range(0, tensor.numel(), size):
         number = min(size, tensor.numel() - start)
-        yield _row_major(tensor, start, number).view(torch.uint8)
+        yield _bytes_of(_row_major(tensor, start, number))
+
+
+def _bytes_of(contiguous: torch.Tensor) -> torch.Tensor:
+    # Not by `reshape` or `view` alone: an axis of one element may have any stride.
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
 def _row_major(tensor: torch.Tensor, start: int, number: int) -> torch.Tensor:
