@@ -2,6 +2,7 @@
 """Each block of README and docs/ has its place in `uses.py`, and what is not pasted can be read."""
 
 import argparse
+import contextlib
 import json
 import re
 import tempfile
@@ -14,6 +15,8 @@ import pytest
 
 from omni_connector.config import OmniConfig
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
+from omni_connector.objects import OmniConnector
+from omni_connector.stage import OmniKVTransferManager
 
 from . import uses
 from .pages import ROOT, Block, block, blocks
@@ -158,7 +161,13 @@ def test_python_runs(found: Block) -> None:
         "kv_caches": [torch.randn(2, 10, 16, 2, 8)],
         "request": SimpleNamespace(request_id="req-7"),
     }
-    exec(compile(found.text, str(found), "exec"), given)
+    with contextlib.ExitStack() as closing:
+        try:
+            exec(compile(found.text, str(found), "exec"), given)
+        finally:
+            for made in given.values():
+                if isinstance(made, (OmniConnector, OmniKVTransferManager)):
+                    closing.callback(made.close)
     if "ok" in given:
         assert given["ok"]
         assert torch.equal(given["found"][0]["hidden"], given["tensor"])
