@@ -5,6 +5,7 @@ prints what their digests tell of changes in their files: `test_loaded_models` r
     python -m tests.vllm_v1.loaded_families FOLDER FAMILY...
 """
 
+import gc
 import json
 import re
 import shutil
@@ -89,6 +90,7 @@ def main() -> None:
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
     loaded_models.keep_digests_of_packed_weights()
     paths = {family: make_model(family, folder / family) for family in sys.argv[2:]}
+    gc.freeze()  # vLLM collects garbage at each load: two thirds of the time, among all its modules
     # Of a model with experts, as vLLM then makes the groups of all.
     with set_current_vllm_config(configured(paths[sys.argv[2]])):
         init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
