@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thousands of requests to engines that share their prefixes, while they come and go and change.
 
-One is killed, or drains and ends, and starts again; two are given other roles and, with `--refits`,
-other weights. Hand-offs do not compare weights that change while engines run, so with `--refits`
-answers are wrong today. See `tests.soak`. Every answer is compared with that of an engine with the
-same weights and without connector. In the end nothing may be left: no slot held, no file in the
-runtime folder or in /dev/shm. The memory of the two engines that run throughout is looked at every
-second.
+One is killed, or drains and ends, and starts again; two are given other roles and other weights.
+See `tests.soak`. Every answer is compared with that of an engine with the same weights and without
+connector. In the end nothing may be left: no slot held, no file in the runtime folder or in
+/dev/shm. The memory of the two engines that run throughout is looked at every second.
 
-    python benchmarks/soak.py [--requests 10000] [--quick] [--refits]
+    python benchmarks/soak.py [--requests 10000] [--quick]
 
 writes results/soak.md beside this file. The exit status is 1 if an answer was wrong or missing, or
 if anything was left.
@@ -48,10 +46,10 @@ SHOWN += ("handoffs_expired", "blocks_saved", "blocks_dropped")
 class Host:
     """Makes the engines, all in one runtime folder; forks of a process that has imported vLLM."""
 
-    def __init__(self, folder: Path, sets: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.runtime = folder / "run"
-        self.weights = [make_model("llama", folder / f"model {n}", seed=n) for n in range(sets)]
+        self.weights = [make_model("llama", folder / f"model {n}", seed=n) for n in range(2)]
         self._numbers = itertools.count()
         self._environment = {**engine_environment(self.runtime), **soak.ENVIRONMENT}
         one_thread = {"OMP_NUM_THREADS": "1"}
@@ -200,7 +198,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--quick", action="store_true", help="300 requests")
-    parser.add_argument("--refits", action="store_true", help="two engines get other weights")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="most that it takes")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--logs", type=Path, help="folder that keeps the logs of the engines")
@@ -210,7 +207,7 @@ def main() -> int:
     arguments.output.mkdir(parents=True, exist_ok=True)
     # Short, because the paths of Unix sockets are.
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
-        host, began = Host(Path(folder), 1 + arguments.refits), time.monotonic()
+        host, began = Host(Path(folder)), time.monotonic()
         try:
             requests = 300 if arguments.quick else arguments.requests
             report, left = run(host, requests, 60 * arguments.minutes)
