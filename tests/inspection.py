@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from omni_connector.handoff.channel import ControlChannel
     from omni_connector.handoff.leases import Handoff, SlotDirectory
     from omni_connector.handoff.serving import ServingState
+    from omni_connector.kv.compatibility import CompatibilityKey
     from omni_connector.objects.exchange import Exchange
     from omni_connector.objects.object_store import ObjectStore
     from omni_connector.objects.peer import Peer
@@ -41,6 +42,16 @@ def scheduler_half(connector: "OmniKVConnector") -> "OmniScheduler":
 def weight_files(scheduler: "OmniScheduler") -> str:
     """Return the digest of the weights' files that peers are told; "" until it is made."""
     return scheduler._channel._compatibility.weight_files or ""
+
+
+def compatibility(scheduler: "OmniScheduler") -> "CompatibilityKey":
+    """Return what an engine tells prefill engines of itself."""
+    return scheduler._channel._compatibility
+
+
+def learn(scheduler: "OmniScheduler", **fields: Any) -> None:
+    """Have an engine tell prefill engines other things of itself from now on."""
+    scheduler._channel.learn(**fields)
 
 
 def worker_half(connector: "OmniKVConnector") -> "OmniWorker":
@@ -358,6 +369,11 @@ def pool(half: "OmniScheduler") -> Any:
 def neighbours(half: "OmniScheduler") -> Any:
     """Return what finds the other engines of the host."""
     return shared_parts(half)._host._neighbours
+
+
+def refused_neighbours(half: "OmniScheduler") -> list[str]:
+    """Return why other engines of the host were not met."""
+    return list(neighbours(half)._why_not.values())
 
 
 def indexed(half: "OmniScheduler") -> int:

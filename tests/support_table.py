@@ -44,6 +44,16 @@ each other, and the error names what differs.
 (*) FlashInfer writes NVFP4 in two ways, by the GPU: `fa2` and `trtllm`; they refuse each other.
 On CPUs, `make test` checks the layouts of this table, but not the kernels that need a GPU.
 
+## Pipeline parallel
+
+Each rank of each pipeline stage has an arena of its own, which holds the layers of its stage. Both
+engines must have the same stages: as many, with the same layers each. Then a stage reads what the
+same stage of the other engine has written, and the tensor-parallel sizes within the stages may
+differ, as they may without stages. The names of the layers of every stage are compared when two
+engines meet. Engines with other stages refuse each other, and the decode engine computes the
+prompt. Prefixes are shared by engines with equal stages and equal tensor-parallel sizes. An engine
+with stages refuses to start with speculative decoding.
+
 ## Data parallel and expert parallel
 
 A data-parallel rank is an engine of its own for the connector: it has an id (`..._dp0`, `..._dp1`),

@@ -40,6 +40,7 @@ LAYERS, HEADS, HEAD_SIZE = 3, 2, 8
 PAGE: Final = BLOCK * HEADS * 2 * HEAD_SIZE * 2  # K and V, two bytes each
 SLOT: Final = 4096  # LAYERS pages, rounded up
 MAX_LENGTH: Final = 4096
+MAX_LAYERS: Final = 1000
 STATE_BYTES: Final = 3 * 7 * 2 + 5 * 5 * 4
 
 
@@ -170,6 +171,27 @@ def kv_cache_config(
         kv_cache_groups=groups,
         kv_cache_layout="LBHNC",
     )
+
+
+def stage_config(config: KVCacheConfig, layers: range) -> KVCacheConfig:
+    """The same groups with only those of their layers that a pipeline stage has, as vLLM makes it;
+    maybe none of a group's."""
+
+    def own(names: list[str]) -> list[str]:
+        return [name for name in names if int(name.split(".")[2]) in layers]
+
+    groups = [copy.copy(group) for group in config.kv_cache_groups]
+    for group in groups:
+        group.layer_names = own(group.layer_names)
+    most = max(len(group.layer_names) for group in groups)
+    tensors = [copy.copy(tensor) for tensor in config.kv_cache_tensors]
+    for tensor in tensors:  # the groups are overlaid on the same bytes
+        tensor.size = tensor.size // len(tensor.layers) * most
+        tensor.layers = own(tensor.layers)
+    made = copy.copy(config)
+    made.kv_cache_groups = groups
+    made.kv_cache_tensors = [tensor for tensor in tensors if tensor.layers]
+    return made
 
 
 def drafting(config: VllmConfig, drafter: str, tokens: int) -> SpeculativeConfig:

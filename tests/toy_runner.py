@@ -65,8 +65,9 @@ class ToyRunner:
     """Follows a scheduler's output as vLLM's model runner does, and computes.
 
     Args:
-        kv_caches: for each rank the layers as vLLM registers them, `[B, H, N, C]`.
-        config: their groups.
+        kv_caches: for each rank the layers as vLLM registers them, `[B, H, N, C]`. Ranks of other
+            pipeline stages have other layers.
+        config: the groups, with the layers of all stages.
         weights: of the model; other weights, other KV.
 
     Attributes:
@@ -96,15 +97,15 @@ class ToyRunner:
         self.bad_blocks: set[int] = set()
         self.tokens_ahead = 1
         self.drafter_runs = 1
-        kinds = kinds_of(config, len(kv_caches))
+        layers = {
+            name: [rank[name].view(torch.uint8).numpy() for rank in kv_caches if name in rank]
+            for name in itertools.chain.from_iterable(kv_caches)
+        }
+        kinds = kinds_of(config, max(map(len, layers.values())))
         # That of the drafter is the last, so that the others have their numbers.
         self._kinds = tuple(kind for kind in kinds if kind.attention != "ahead")
         self._drafter: _Attention | None = None
         self._groups: list[_Attention | _State] = []
-        layers = {
-            name: [rank[name].view(torch.uint8).numpy() for rank in kv_caches]
-            for name in kv_caches[0]
-        }
         self._layers = [rank for ranks in layers.values() for rank in ranks]
         # The groups take turns, as they do in hybrid models.
         groups = config.kv_cache_groups[: len(self._kinds)]

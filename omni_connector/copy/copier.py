@@ -4,11 +4,15 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.kv.canonical import SlotLayout
+
+_OF_NOTHING: Final = xxhash.xxh3_64_intdigest(b"")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +48,8 @@ class BlockCopier(ABC):
 
     `fence` is called on the engine's thread; `save`, `load` and `zero` on any, of different
     blocks at a time. They return when the bytes are where they belong.
-    The checksum of a slot is xxh3-64 of the bytes its group stores in it.
+    The checksum of a slot is xxh3-64 of the bytes its group stores in it. Of a group whose layers
+    are all in other pipeline stages, slots store no bytes.
     """
 
     def __init__(self, layout: SlotLayout) -> None:
@@ -76,6 +81,8 @@ class BlockCopier(ABC):
         self._check(copy)
         if not copy.slots.flags.writeable:
             raise ValueError("slots to be written are read-only")
+        if not self._layout.group_bytes[copy.group]:
+            return _sums_of_nothing(copy)
         return self._copy(copy, True, cancelled)
 
     def load(self, copy: BlockCopy) -> NDArray[np.uint64]:
@@ -91,6 +98,8 @@ class BlockCopier(ABC):
             ValueError: as `save`; nothing was copied.
         """
         self._check(copy)
+        if not self._layout.group_bytes[copy.group]:
+            return _sums_of_nothing(copy)
         sums = self._copy(copy, False, None)
         assert sums is not None  # only a cancelled copy has none
         return sums
@@ -152,6 +161,10 @@ class BlockCopier(ABC):
             raise ValueError(f"slots are {slots.dtype} with strides {slots.strides}, not bytes")
         if copy.block_ids.shape != copy.slot_ids.shape:
             raise ValueError(f"{len(copy.block_ids)} blocks, but {len(copy.slot_ids)} slots")
+
+
+def _sums_of_nothing(copy: BlockCopy) -> NDArray[np.uint64]:
+    return np.full(len(copy.block_ids), _OF_NOTHING if copy.checksum else 0, np.uint64)
 
 
 def consecutive(

@@ -60,7 +60,8 @@ class LoadSpec(TransferSpec):
         slots: the peer's slots in the place of blocks: consecutive in each group, counted in blocks
             of the peer.
         generations: int64 `(m,)`, of each of the m slots.
-        arenas: the peer's arenas, one a rank, each in all ways that it can be read.
+        arenas: the peer's arenas, one a rank and stage by stage, each in all ways that it can be
+            read.
         timeout: seconds from its first piece until the job is given up. Time in which it could go
             on, but other jobs did, does not count.
         lease: seconds from its arrival in which the peer holds the slots for it; None where nothing

@@ -94,7 +94,7 @@ class LoadPlans:
     Args:
         layout: of this rank's slots.
         groups: what this engine keeps.
-        rank, ranks: of this worker, and how many its engine has.
+        rank, ranks: of this worker, counted stage by stage, and how many a stage has.
     """
 
     def __init__(
@@ -113,6 +113,8 @@ class LoadPlans:
         zeros: list[tuple[int, Blocks]] = []
         spans = zip(self._groups, spec.blocks.groups(), spec.slots.groups(), strict=True)
         for g, (group, (index, blocks), (first, own)) in enumerate(spans):
+            if not self._layout.group_bytes[g]:
+                continue  # this pipeline stage has none of its layers
             plan = self._plan(spec.source, g)
             block_ids = spec.blocks.block_ids[blocks]
             indices = index + np.arange(len(block_ids))
@@ -144,7 +146,8 @@ class LoadPlans:
 
     def arenas(self, spec: LoadSpec) -> list[tuple[Endpoint, ...]]:
         """The arenas that a job reads, each once."""
-        read = (group for group, size in enumerate(spec.slots.group_sizes) if size)
+        sizes = zip(spec.slots.group_sizes, self._layout.group_bytes, strict=False)
+        read = (group for group, (blocks, size) in enumerate(sizes) if blocks and size)
         plans = (self._plan(spec.source, group) for group in read)
         return list(dict.fromkeys(arena for plan in plans for arena in plan.arenas(spec)))
 
@@ -156,7 +159,9 @@ class LoadPlans:
 
     def _make_plan(self, source: CompatibilityKey | None, group: int) -> LoadPlan:
         ours = self._groups[group]
-        theirs = ours if source is None else source.groups[group]
+        # Stage s is read by stage s alone, which has the same layers; see `difference`.
+        stage, rank = divmod(self._rank, self._ranks)
+        theirs = ours if source is None else source.stages[stage][group]
         if source is None or (source.ranks == self._ranks and same_bytes(theirs, ours)):
             return LoadPlan(ours.block_size, self._layout.group_bytes[group], ((self._rank, ()),))
         by_rank: dict[int, list[HeadSlice]] = {}
@@ -166,11 +171,14 @@ class LoadPlans:
                 source_heads=theirs.heads[layer],
                 source_ranks=source.ranks,
                 target_heads=ours.heads[layer],
-                target_rank=self._rank,
+                target_rank=rank,
                 target_ranks=self._ranks,
             )
-            for rank, heads in parts:
-                by_rank.setdefault(rank, [HeadSlice(0, 0, 0)] * len(ours.pages))[layer] = heads
+            for of_stage, heads in parts:
+                each = by_rank.setdefault(
+                    stage * source.ranks + of_stage, [HeadSlice(0, 0, 0)] * len(ours.pages)
+                )
+                each[layer] = heads
         converts = converter(theirs, ours)
         sources = tuple((rank, tuple(heads)) for rank, heads in sorted(by_rank.items()))
         return LoadPlan(theirs.block_size, converts.source_bytes, sources, converts)

@@ -82,7 +82,7 @@ class Loader:
         transports: read the peers' arenas.
         copier, layout: of this rank's KV caches.
         groups: what this engine keeps.
-        rank, ranks: of this worker, and how many its engine has.
+        rank, ranks: of this worker, counted stage by stage, and how many a pipeline stage has.
         checksum: whether slots carry checksums.
         context: clock, trace, and how the threads start that fetch.
         notify: has the works that wait go on; called on any thread.

@@ -76,7 +76,8 @@ class HandshakeReply(msgspec.Struct, frozen=True, tag=True):
         hash_id: how this engine hashes blocks; "": it does not. Engines with the same id compare
             block hashes, others the prompt's tokens.
         compatibility: what the slots hold.
-        arenas: of each rank, in rank order: an endpoint for each transport that exports its arena.
+        arenas: of each rank, stage by stage (`CompatibilityKey.num_arenas`): an endpoint for each
+            transport that exports its arena.
     """
 
     epoch: Token
@@ -88,8 +89,8 @@ class HandshakeReply(msgspec.Struct, frozen=True, tag=True):
     ]
 
     def __post_init__(self) -> None:
-        if len(self.arenas) != self.compatibility.ranks:
-            raise ValueError(f"{len(self.arenas)} arenas of {self.compatibility.ranks} ranks")
+        if len(self.arenas) != self.compatibility.num_arenas:
+            raise ValueError(f"{len(self.arenas)} arenas of {self.compatibility.num_arenas} ranks")
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

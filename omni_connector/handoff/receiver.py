@@ -31,7 +31,7 @@ from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import OTHER_WEIGHTS
 from omni_connector.identity.epochs import WeightsName
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.kv.shapes import GroupShape, same_bytes
+from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.stats import LEASE_EXPIRED
@@ -330,7 +330,6 @@ class HandoffReceiver:
         blocks: list[tuple[int, Sequence[int]]] = []
         slots: list[tuple[int, Sequence[int]]] = []
         generations: list[int] = []
-        source = None
         for g, (theirs, ours) in enumerate(
             zip(peer.groups, self._compatibility.groups, strict=True)
         ):
@@ -343,8 +342,6 @@ class HandoffReceiver:
             lead = next((i for i, each in enumerate(block_ids) if each != NULL_BLOCK_ID), 0)
             index = written.start + lead
             first, refs = lease.granted.first_blocks[g], lease.granted.groups[g]
-            if peer.ranks != self._compatibility.ranks or not same_bytes(theirs, ours):
-                source = peer
             if ours.attention_type == "last":  # by whatever block size each side counts
                 first = index
             else:
@@ -363,7 +360,7 @@ class HandoffReceiver:
             arenas=lease.handshake_reply.arenas,
             timeout=self._timeout,
             lease=lease.expires - self._clock(),
-            source=source,
+            source=None if peer.has_bytes_of(self._compatibility) else peer,
         )
 
     def _note_incomplete(self, request_id: str, block_ids: Sequence[int]) -> None:

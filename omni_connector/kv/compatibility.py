@@ -6,15 +6,18 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from omni_connector.kv.shapes import GroupShape, pickled
+from omni_connector.kv.shapes import GroupShape, pickled, same_bytes
 from omni_connector.kv.shapes import difference as groups_difference
 
-# Most ranks of an engine, and most cache groups of a model. They bound messages.
+# Most ranks of an engine, of all its pipeline stages; most cache groups of a model, and most
+# pipeline stages. They bound messages.
 MAX_RANKS: Final = 1024
 MAX_GROUPS: Final = 256
+MAX_STAGES: Final = 256
 
 Text = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
+Groups = Annotated[tuple[GroupShape, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
 
 _BESIDES: Final = (
     "dtype",
@@ -41,8 +44,9 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         scales: identifies the scales that quantize keys, values and attention; "" where all are 1.
         integrity: whether slots carry checksums.
         kv_heads: KV heads of the whole model; 0 where it has no attention.
-        ranks: tensor-parallel size; each rank has an arena.
-        groups: the cache groups, in the order in which their slots are leased.
+        ranks: tensor-parallel size. Each rank of each pipeline stage has an arena.
+        groups: the cache groups, in the order in which their slots are leased; with the layers of
+            the first pipeline stage.
         numerics: the settings that change what the model computes. It is left out, and not "",
             where there are none: the names of stored blocks depend on the encoded key.
         weights: identifies the files of configuration and weights. It is left out where `model` is
@@ -51,6 +55,11 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
             `model_id`, where the files are unknown, and until it is made. It is no part of any
             name, because it may come at any time.
         drafter: method, weights and settings of the drafter, if it has a KV cache; else left out.
+        later_stages: the same groups with the layers of each pipeline stage after the first; left
+            out where there is one stage.
+
+    Raises:
+        ValueError: pipeline stages have other groups than the first, or too many ranks.
     """
 
     model: Text
@@ -59,7 +68,7 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
     integrity: Text
     kv_heads: Count
     ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
-    groups: Annotated[tuple[GroupShape, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
+    groups: Groups
     quantization: Text = ""
     overrides: Text = ""
     scales: Text = ""
@@ -67,6 +76,27 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
     weights: Text | UnsetType = UNSET
     weight_files: Text | UnsetType = UNSET
     drafter: Text | UnsetType = UNSET
+    later_stages: (
+        Annotated[tuple[Groups, ...], Meta(min_length=1, max_length=MAX_STAGES - 1)] | UnsetType
+    ) = UNSET
+
+    def __post_init__(self) -> None:
+        if self.num_arenas > MAX_RANKS:
+            raise ValueError(f"{self.num_arenas} ranks of {len(self.stages)} pipeline stages")
+        own = [each.block_table for each in self.groups]
+        for number, stage in enumerate(self.stages[1:], 1):
+            if [each.block_table for each in stage] != own:
+                raise ValueError(f"pipeline stage {number} has other cache groups than stage 0")
+
+    @property
+    def stages(self) -> tuple[tuple[GroupShape, ...], ...]:
+        """The groups of each pipeline stage, with its layers."""
+        return (self.groups, *(self.later_stages or ()))
+
+    @property
+    def num_arenas(self) -> int:
+        """Ranks of all pipeline stages. Rank r of stage s has arena `s * ranks + r`."""
+        return self.ranks * len(self.stages)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pickled(self)
@@ -74,7 +104,7 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
     def values(self) -> dict[str, object]:
         """All fields but the groups, by name; "" for one that is left out."""
         fields = msgspec.structs.asdict(self)
-        del fields["groups"]
+        del fields["groups"], fields["later_stages"]
         return {name: "" if value is UNSET else value for name, value in fields.items()}
 
     def of_sharing(self) -> "CompatibilityKey":
@@ -88,8 +118,25 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         for field in (self._tells_weights(reader), *_BESIDES):
             if ours[field] != theirs[field]:
                 return field, ours[field], theirs[field]
-        return groups_difference(
-            self.groups, self.ranks, reader.groups, reader.ranks, self.kv_heads
+        if len(self.stages) != len(reader.stages):
+            return "pipeline stages", len(self.stages), len(reader.stages)
+        # Stage i is read by stage i alone, and only if both have the same layers.
+        for number, groups in enumerate(zip(self.stages, reader.stages, strict=True)):
+            source, target = groups
+            found = groups_difference(source, self.ranks, target, reader.ranks, self.kv_heads)
+            if found is not None:
+                field, ours_there, theirs_there = found
+                where = f" of pipeline stage {number}" if self.later_stages else ""
+                return f"{field}{where}", ours_there, theirs_there
+        return None
+
+    def has_bytes_of(self, reader: "CompatibilityKey") -> bool:
+        """Whether the slots of each rank hold the bytes of the blocks of that rank of `reader`,
+        which can read them."""
+        return self.ranks == reader.ranks and all(
+            same_bytes(source, target)
+            for stages in zip(self.stages, reader.stages, strict=True)
+            for source, target in zip(*stages, strict=True)
         )
 
     def _tells_weights(self, reader: "CompatibilityKey") -> str:

@@ -50,7 +50,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
             heads to share out.
         attention: the kernels that read and write the pages.
         pages: byte order of a block, one entry a layer; see `SlotConverter`. One that ends with "?"
-            is not known: such blocks are copied whole, or refused.
+            is not known: such blocks are copied whole, or refused. A pipeline stage may have no
+            layer of a group, and then keeps nothing of its blocks.
         states: shapes and dtypes of recurrent states, whose pages tell only how many bytes they
             have; left out where there are none. See `states_of`.
     """
@@ -62,7 +63,7 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     layers: _Text
     replicated: bool = False
     attention: _Text = ""
-    pages: Annotated[tuple[_Page, ...], Meta(min_length=1, max_length=1 << 14)]
+    pages: Annotated[tuple[_Page, ...], Meta(max_length=1 << 14)]
     states: _Text | UnsetType = UNSET
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -73,6 +74,11 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"a {self.attention_type} group with a window of {self.window} tokens")
         if 0 in self.heads:
             raise ValueError(f"a page of no heads: {self.pages[self.heads.index(0)]}")
+
+    @property
+    def block_table(self) -> tuple[str, int, str, int]:
+        """What decides which blocks there are, and which are read: equal in all pipeline stages."""
+        return self.kind, self.block_size, self.attention_type, self.window
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -163,7 +169,7 @@ def difference(
             return f"states {where}", ours.states or "", theirs.states or ""
         if stateful:
             if ours.pages != theirs.pages:
-                return f"pages {where}", ours.pages[0], theirs.pages[0]
+                return f"pages {where}", _first_page(ours), _first_page(theirs)
             continue
         small, large = sorted((ours.block_size, theirs.block_size))
         if large % small:
@@ -183,7 +189,7 @@ def difference(
                         target_ranks=target_ranks,
                     )
         except LayoutError as error:
-            return f"pages {where} ({error})", ours.pages[0], theirs.pages[0]
+            return f"pages {where} ({error})", _first_page(ours), _first_page(theirs)
     return None
 
 
@@ -201,6 +207,10 @@ def converter(source: GroupShape, target: GroupShape) -> SlotConverter:
         # Of what all ranks hold, the page of any rank will do, in whatever order it is.
         whole=source.attention_type == "last" or (source.replicated and same_bytes(source, target)),
     )
+
+
+def _first_page(shape: GroupShape) -> str:
+    return next(iter(shape.pages), "")
 
 
 def _kinds(groups: tuple[GroupShape, ...]) -> str:

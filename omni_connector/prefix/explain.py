@@ -402,7 +402,9 @@ def _encodable(text: str) -> str:
 def _traits(engine: ExplainedEngine) -> dict[str, str]:
     """See `ThisEngine.traits`. They are the traits of `readers_id`, and the weights."""
     traits = {name: _encodable(str(value)) for name, value in engine.compatibility.values().items()}
-    pages = hashlib.blake2b(msgspec.msgpack.encode(engine.compatibility.groups), digest_size=8)
+    key = engine.compatibility
+    groups = key.stages if key.later_stages else key.groups
+    pages = hashlib.blake2b(msgspec.msgpack.encode(groups), digest_size=8)
     # Other weights are told by the keys of blocks.
     traits |= {"configuration": traits["weights"], "weights": engine.weights()}
     return {**traits, "KV cache groups": pages.hexdigest(), "hashes": engine.hash_id[:1024]}

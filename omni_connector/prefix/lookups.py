@@ -16,7 +16,7 @@ from omni_connector.runtime.bounded import ExpiringSet
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.turns import WOKEN
 from omni_connector.stores.block_store import BlockStore
-from omni_connector.stores.shared_blocks import BlockName, FailuresOf, block_key, owning_rank
+from omni_connector.stores.shared_blocks import BlockName, FailuresOf, block_key, owning_ranks
 
 logger = logging.getLogger("vllm.omni_connector.lookups")
 
@@ -123,15 +123,15 @@ class StoreLookups:
 
     Args:
         store: the store that is asked; closed with this.
-        groups: the cache groups that this engine keeps.
-        ranks: of this engine. A block counts as held when the store holds it for all ranks.
+        stages: the cache groups that this engine keeps, of each pipeline stage.
+        ranks: of a stage. A block counts as held when the store holds it for all ranks.
         context: clock, statistics and threads.
     """
 
     def __init__(
         self,
         store: BlockStore,
-        groups: Sequence[GroupShape],
+        stages: Sequence[Sequence[GroupShape]],
         ranks: int,
         context: EngineContext,
     ) -> None:
@@ -141,10 +141,8 @@ class StoreLookups:
         self._stats = context.stats
         self._distrusted = ExpiringSet[BlockName](_DISTRUST_S, context.clock)
         # Where a group keeps all tokens, a prefix ends at the first block that is missing.
-        self._whole = [shape.attention_type == "all" for shape in groups]
-        self._owning_ranks = [
-            sorted({owning_rank(shape, rank) for rank in range(ranks)}) for shape in groups
-        ]
+        self._whole = [shape.attention_type == "all" for shape in stages[0]]
+        self._owning_ranks = [owning_ranks(shapes, ranks) for shapes in zip(*stages, strict=True)]
         self._queue: deque[Lookup] = deque()
         self._closing = False
         self._thread = context.start("omni-lookup", self._turn)

@@ -74,7 +74,7 @@ class StoreJobs:
         store: closed with this.
         copier, layout: of this rank's KV caches.
         groups: the cache groups that this engine keeps.
-        rank: of this worker.
+        rank, ranks: of this worker, counted stage by stage, and how many a pipeline stage has.
         affinity: cores that its threads may run on.
         context: clock, statistics and threads.
         on_end: called on a thread when a load has ended.
@@ -88,6 +88,7 @@ class StoreJobs:
         layout: SlotLayout,
         groups: tuple[GroupShape, ...],
         rank: int,
+        ranks: int,
         affinity: frozenset[int],
         context: EngineContext,
         on_end: Callable[[], object],
@@ -98,7 +99,7 @@ class StoreJobs:
         self._failures = FailuresOf(store)
         self._copier = copier
         self._sizes = layout.group_bytes
-        self._owning_ranks = [owning_rank(shape, rank) for shape in groups]
+        self._owning_ranks = [owning_rank(shape, rank, ranks) for shape in groups]
         self._rank = rank
         row_bytes = max(self._sizes) + TRAILER_BYTES
         self._rows = max(1, min(_MAX_ROWS, _STAGING_BYTES // row_bytes))
@@ -213,7 +214,11 @@ class StoreJobs:
         """The body of a load; see `Work`. It zeroes the blocks that it could not fill."""
         deadline = self._clock() + job.timeout
         read = np.array([bool(each) for each in job.hashes], bool)
-        batches = list(job.blocks.batches(self._limits))
+        batches = [
+            (group, places)
+            for group, places in job.blocks.batches(self._limits)
+            if self._owning_ranks[group] is not None
+        ]
         waiting = deque(
             _Batch(job, g, places[read[places]]) for g, places in batches if read[places].any()
         )
@@ -256,7 +261,9 @@ class StoreJobs:
         self, batch: "_Batch", timeout: float, fence: object
     ) -> Generator[bool, None, None]:
         size, rows = self._sizes[batch.group], self._incoming[: len(batch.places)]
-        keys = batch.keys(self._owning_ranks[batch.group])
+        owner = self._owning_ranks[batch.group]
+        assert owner is not None, "no bytes of the group are asked for"
+        keys = batch.keys(owner)
         there = self._store.get(keys, rows, [size + TRAILER_BYTES] * len(keys), timeout=timeout)
         if not all(there):
             raise _GoneError(f"{len(there) - sum(there)} of {len(there)} blocks did not come")

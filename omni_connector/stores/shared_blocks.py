@@ -9,6 +9,7 @@ bytes depend on, so engines that would misread each other's blocks never find th
 import hashlib
 import struct
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -88,9 +89,33 @@ class FailuresOf:
         self._told = failures
 
 
-def owning_rank(shape: GroupShape, rank: int) -> int:
-    """The owning rank: the rank itself, or the first where all ranks hold the same bytes."""
-    return 0 if shape.replicated else rank
+def owning_rank(shape: GroupShape, rank: int, ranks: int) -> int | None:
+    """The owning rank: the rank itself, or the first of its pipeline stage where all of these hold
+    the same bytes; None where they hold no bytes of the group.
+
+    Args:
+        shape: the group in the stage of the rank.
+        rank: of all ranks, counted stage by stage.
+        ranks: of a stage.
+    """
+    if not shape.pages:
+        return None
+    return rank - rank % ranks if shape.replicated else rank
+
+
+def owning_ranks(shapes: Sequence[GroupShape], ranks: int) -> list[int]:
+    """The ranks that own the entries of a block, one entry each.
+
+    Args:
+        shapes: the block's group in each pipeline stage.
+        ranks: of a stage.
+    """
+    owners = (
+        owning_rank(shape, stage * ranks + rank, ranks)
+        for stage, shape in enumerate(shapes)
+        for rank in range(ranks)
+    )
+    return sorted({each for each in owners if each is not None})
 
 
 def add_trailer(row: NDArray[np.uint8], size: int, checksum: int, key: str) -> int:

@@ -69,7 +69,11 @@ from omni_connector.vllm_v1.drafter import drafts_with_kv, tokens_ahead, tokens_
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.identity import compatibility, configuration_id, hash_id
 from omni_connector.vllm_v1.load_room import LoadRoom
-from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
+from omni_connector.vllm_v1.metadata import (
+    OmniHandshakeMetadata,
+    num_local_workers,
+    num_workers,
+)
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.rank_arena import ArenaPlan
 from omni_connector.vllm_v1.requests import token_hasher
@@ -102,12 +106,12 @@ def make_worker(
     """
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     assert transfer is not None
-    rank = parallel.rank % parallel.tensor_parallel_size  # there is one pipeline stage
+    ranks = num_workers(vllm_config)
+    rank = parallel.rank % ranks
     shares = config.share and _sharing_refusal(vllm_config, kv_cache_config) is None
     answer = partial(
         surroundings.answer_for_rank, runtime_dir(config.namespace), str(transfer.engine_id), rank
     )
-    ranks = parallel.tensor_parallel_size
     transports = surroundings.transports(config, config.handoff and transfer.is_kv_producer)
     stats = OmniStats()
     context = _context(config, transfer.engine_id, f"worker{rank}", surroundings, stats)
@@ -128,7 +132,8 @@ def make_worker(
         layers=vllm_config.compilation_config.static_forward_context,
         transports=transports,
         rank=rank,
-        ranks=ranks,
+        stage_ranks=parallel.tensor_parallel_size,
+        local_ranks=num_local_workers(vllm_config),
         arena=arena,
         answer=answer,
         shares=shares,
@@ -165,7 +170,12 @@ def make_scheduler(
         MissingDependencyError: Mooncake is needed and not installed.
     """
     return _Assembly(
-        config, vllm_config, kv_cache_config, _agreeing(workers), manager, surroundings
+        config,
+        vllm_config,
+        kv_cache_config,
+        _agreeing(workers, vllm_config),
+        manager,
+        surroundings,
     ).scheduler(alone=alone)
 
 
@@ -209,13 +219,13 @@ class _Assembly:
         self._hash_id = hash_id(vllm_config, self._hash_block_size)
         self._weights = WeightsEpoch(
             manager.block_pool,
-            self._ours.ranks,
+            self._ours.num_arenas,
             self._context.clock,
             fixed=config.weights == "fixed",
             named=config.model_id is not None,
             said=surroundings.weights_said(manager),
         )
-        self._ledger = CopyLedger(manager.block_pool, self._ours.ranks, self._context.clock)
+        self._ledger = CopyLedger(manager.block_pool, self._ours.num_arenas, self._context.clock)
         self._folder = runtime_dir(config.namespace)
         self._peers = Peers(config.peers)
         self._key = None if config.key_file is None else load_key(config.key_file)
@@ -278,10 +288,10 @@ class _Assembly:
         )
 
     def _new_directory(self) -> SlotDirectory:
-        if len(self._arenas) != self._ours.ranks:
+        if len(self._arenas) != self._ours.num_arenas:
             raise ConfigError(
-                f"only {len(self._arenas)} of the {self._ours.ranks} ranks have an arena; the logs "
-                "of the others say why"
+                f"only {len(self._arenas)} of the {self._ours.num_arenas} ranks have an arena; the "
+                "logs of the others say why"
             )
         return SlotDirectory(
             min(endpoints[0].n_slots for endpoints in self._arenas),
@@ -298,7 +308,7 @@ class _Assembly:
                 role=str(self._transfer.kv_role),
                 model=self._ours.model,
                 vllm=require_supported_vllm().version,
-                ranks=self._ours.ranks,
+                ranks=self._ours.num_arenas,
                 arena_bytes=sum(each.n_slots * each.slot_bytes for each in endpoints),
                 counts=dict.fromkeys(COUNTERS, 0),
             ),
@@ -424,7 +434,7 @@ class _Assembly:
         lookups = None
         if config.store is not None:
             store = surroundings.block_store(config.store, 0)
-            lookups = StoreLookups(store, self._ours.groups, self._ours.ranks, self._context)
+            lookups = StoreLookups(store, self._ours.stages, self._ours.ranks, self._context)
         host = self._host_blocks(prefix.in_arenas)
         shared = SharedPrefix(
             host=host,
@@ -525,7 +535,9 @@ class _Assembly:
                     readers=readers_id(self._shared_with, self._hash_id),
                     index=index,
                     arenas=self._arenas,
-                    ranks=self._surroundings.ranks(self._folder, self._engine_id, self._ours.ranks),
+                    ranks=self._surroundings.ranks(
+                        self._folder, self._engine_id, self._ours.num_arenas
+                    ),
                     on_hits=partial(touch, pool),
                     orphan_s=self._config.orphan_s,
                 ),
@@ -574,12 +586,21 @@ def _context(
 
 
 def _agreeing(
-    workers: Mapping[tuple[int, int], OmniHandshakeMetadata],
+    workers: Mapping[tuple[int, int], OmniHandshakeMetadata], vllm_config: "VllmConfig"
 ) -> list[OmniHandshakeMetadata]:
-    ranks = [workers[key] for key in sorted(workers)]
-    if any(rank.groups != ranks[0].groups for rank in ranks):
-        raise ConfigError("the ranks of this engine have KV caches of different layouts")
-    return ranks
+    """What the ranks say, stage by stage."""
+    parallel = vllm_config.parallel_config
+    stages, ranks = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    keys = [(stage, rank) for stage in range(stages) for rank in range(ranks)]
+    if sorted(workers) != keys:
+        raise ConfigError(
+            f"this engine has {stages} pipeline stages of {ranks} ranks, but its workers are, by "
+            f"stage and rank, {sorted(workers)}"
+        )
+    for stage, rank in keys:
+        if workers[stage, rank].groups != workers[stage, 0].groups:
+            raise ConfigError("the ranks of this engine have KV caches of different layouts")
+    return [workers[key] for key in keys]
 
 
 def _has_arena(
@@ -601,7 +622,7 @@ def _lending_store(
     """The store as one worker uses it, which lends it memory; None where nothing is shared."""
     if config.store is None or _sharing_refusal(vllm_config, kv_cache_config) is not None:
         return None
-    ranks = vllm_config.parallel_config.tensor_parallel_size
+    ranks = num_workers(vllm_config)
     return surroundings.block_store(config.store, config.store.segment_bytes() // ranks)
 
 
@@ -631,7 +652,7 @@ def _arena_sizing(
     """What the configuration of an engine says of the arena of one rank."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     assert transfer is not None
-    ranks = parallel.tensor_parallel_size
+    ranks = num_local_workers(vllm_config)
     given = config.arena_bytes()
     sharers = ranks * local_engines(parallel)
     caches = 0

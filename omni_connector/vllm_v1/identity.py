@@ -62,25 +62,31 @@ def compatibility(
     """The compatibility key of this engine.
 
     Args:
-        workers: what each rank says of its caches.
+        workers: what each rank says of its caches, stage by stage. All ranks of a pipeline stage
+            say the same.
         weights: of `weights_id`.
         drafter: of `drafter_of`.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    stages = [workers[first : first + ranks] for first in range(0, len(workers), ranks)]
+    scales = [scales_of_engine([each.scales for each in stage]) for stage in stages]
+    groups = [stage[0].groups for stage in stages]
     return CompatibilityKey(
         model=config.model_id or f"{model.model}@{model.revision or 'default'}",
         dtype=str(model.dtype),
         quantization=quantization_id(model),
         overrides=overrides_id(model),
         kv_dtype=str(cache.cache_dtype),
-        scales=scales_of_engine([each.scales for each in workers]),
+        scales=scales_of_engine(scales),
         numerics=numerics_of(vllm_config),
         weights=weights or UNSET,
         drafter=drafter,
         integrity=config.integrity,
         kv_heads=model.get_total_num_kv_heads(),
-        ranks=vllm_config.parallel_config.tensor_parallel_size,
-        groups=workers[0].groups,
+        ranks=ranks,
+        groups=groups[0],
+        later_stages=tuple(groups[1:]) or UNSET,
     )
 
 
@@ -341,5 +347,6 @@ def overrides_id(model: "ModelConfig") -> str:
 
 
 def scales_of_engine(ranks: list[str]) -> str:
-    """The scales of quantized KV on all ranks, of which `kernels.scales_id` gives each."""
+    """The scales of quantized KV on all ranks of a stage, of which `kernels.scales_id` gives each;
+    or on all pipeline stages, of which this gives each."""
     return ranks[0] if len(set(ranks)) == 1 else digest(ranks)

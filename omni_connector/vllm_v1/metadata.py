@@ -121,11 +121,12 @@ def introduced_workers(
         ConfigError: a worker tells nothing.
     """
     folder, engine_id, ranks = ranks_of(config, vllm_config)
+    tensor_ranks = vllm_config.parallel_config.tensor_parallel_size
     found = {}
     for rank in range(ranks):
         try:
             content = introduced(folder, engine_id, rank)
-            found[0, rank] = OmniHandshakeMetadata.decode(content)
+            found[divmod(rank, tensor_ranks)] = OmniHandshakeMetadata.decode(content)
         except (OmniError, ValueError) as error:
             raise ConfigError(
                 f"worker {rank} of OmniKVConnector has not introduced itself: {error}; beside "
@@ -135,9 +136,22 @@ def introduced_workers(
 
 
 def ranks_of(config: OmniConfig, vllm_config: "VllmConfig") -> tuple[Path, str, int]:
-    """The folder with the sockets of an engine's ranks, its id, and how many they are."""
+    """The folder with the sockets of an engine's ranks, its id, and how many they are, those of all
+    pipeline stages."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     assert transfer.engine_id is not None
-    ranks = vllm_config.parallel_config.tensor_parallel_size
+    ranks = num_workers(vllm_config)
     return runtime_dir(config.namespace), transfer.engine_id, ranks
+
+
+def num_workers(vllm_config: "VllmConfig") -> int:
+    """Ranks of an engine: those of all its pipeline stages. vLLM counts them stage by stage."""
+    parallel = vllm_config.parallel_config
+    return parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+
+
+def num_local_workers(vllm_config: "VllmConfig") -> int:
+    """Those of the ranks that a host has, where the engine spans several hosts."""
+    hosts = getattr(vllm_config.parallel_config, "nnodes_within_dp", 1)
+    return max(1, num_workers(vllm_config) // max(1, hosts))

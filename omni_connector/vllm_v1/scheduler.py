@@ -52,7 +52,11 @@ from omni_connector.vllm_v1.control_calls import ControlCalls
 from omni_connector.vllm_v1.drafter import tokens_ahead
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.load_room import LoadRoom
-from omni_connector.vllm_v1.metadata import OmniConnectorMetadata, OmniWorkerMetadata
+from omni_connector.vllm_v1.metadata import (
+    OmniConnectorMetadata,
+    OmniWorkerMetadata,
+    num_workers,
+)
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.older_runners import tells_failure
 from omni_connector.vllm_v1.requests import drop_unusable, prompt_of, recompute, take_hints
@@ -149,7 +153,7 @@ class OmniScheduler:
         self._serving = serving
         serving.busy = self._busy
         self._alone = alone
-        self._adapters = AdapterContents(context, vllm_config.parallel_config.tensor_parallel_size)
+        self._adapters = AdapterContents(context, num_workers(vllm_config))
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._fails_by_block = fails_by_block(kv_cache_config)
         # Where a group keeps its last tokens only, a prefill must end where the decode begins.
@@ -168,7 +172,9 @@ class OmniScheduler:
         self._shared_as: str | None = None
         self._share()
         # Whether each of the steps that have not ended computes anything.
-        self._computing: deque[bool] = deque(maxlen=8)
+        # With pipeline stages vLLM has as many steps under way.
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        self._computing: deque[bool] = deque(maxlen=8 * stages)
 
     def _follow_weights(self) -> None:
         if not self._weights.noticed():

@@ -79,9 +79,10 @@ def require_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig
     """
     for group in group_specs(kv_cache_config):
         if not _SUPPORTED_KINDS.issuperset(group.kind.split("+")):
+            where = f" (layer {group.layers[0].name})" if group.layers else ""
             raise LayoutError(
-                f"this model keeps a {group.kind} cache (layer {group.layers[0].name}), which "
-                f"OmniKVConnector does not move; supported: {', '.join(sorted(_SUPPORTED_KINDS))}"
+                f"this model keeps a {group.kind} cache{where}, which OmniKVConnector does not "
+                f"move; supported: {', '.join(sorted(_SUPPORTED_KINDS))}"
             )
     if keeps_kv_on_host(kv_cache_config):
         raise LayoutError(
@@ -89,10 +90,10 @@ def require_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig
             "there by themselves, which OmniKVConnector does not support"
         )
     require_supported_engine(vllm_config)
-    for transferred in transferred_groups(kv_cache_config).values():
+    for group_id, transferred in transferred_groups(kv_cache_config).items():
         if replays_prefix(transferred.kv_cache_spec):
             raise LayoutError(
-                f"vLLM computes the last window of layer {transferred.layer_names[0]} again after "
+                f"vLLM computes the last window of {_example(group_id, transferred)} again after "
                 f"a prefix hit, which OmniKVConnector does not support"
             )
 
@@ -104,14 +105,16 @@ def require_supported_engine(vllm_config: "VllmConfig") -> None:
         ConfigError: a parallel layout or a decoding method is not supported.
     """
     parallel = vllm_config.parallel_config
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name)
         if size > 1:
             raise ConfigError(f"{name} is {size}; OmniKVConnector supports only 1")
+    if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
+        # With it vLLM's V1 runner calls `wait_for_save` in the last stage alone.
+        raise ConfigError(
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, with speculative "
+            "decoding; OmniKVConnector supports only one of both"
+        )
     require_supported_drafter(vllm_config)
 
 
@@ -135,7 +138,7 @@ def group_specs(kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
     """The transferred groups in this package's own terms, in vLLM's order.
 
     Layers that read another layer's cache have no bytes of their own and are left out. A pipeline
-    stage may have groups without layers.
+    stage has its own layers only, and may have groups without layers.
 
     Raises:
         LayoutError: a spec is not known, or a layer has none.
@@ -196,11 +199,11 @@ def attends_to_all(kv_cache_config: "KVCacheConfig") -> bool:
 
 def state_refusal(kv_cache_config: "KVCacheConfig") -> str | None:
     """Why the recurrent states of a model cannot be shared; None if they can, or there are none."""
-    for group in transferred_groups(kv_cache_config).values():
+    for group_id, group in transferred_groups(kv_cache_config).items():
         states = [spec for spec in _all_specs(group) if _kind(spec) == "mamba"]
         if not states:
             continue
-        where = f"the recurrent states of layer {group.layer_names[0]}"
+        where = f"the recurrent states of {_example(group_id, group)}"
         modes = {spec.mamba_cache_mode for spec in states}  # type: ignore[attr-defined]
         if modes != {"align"}:
             return (
@@ -215,6 +218,11 @@ def state_refusal(kv_cache_config: "KVCacheConfig") -> str | None:
         if len(states) < len(_all_specs(group)):
             return f"{where} share a group with layers that attend to tokens"
     return None
+
+
+def _example(group_id: int, group: "KVCacheGroupSpec") -> str:
+    """How a message names a group. A pipeline stage may have none of its layers."""
+    return f"layer {group.layer_names[0]}" if group.layer_names else f"KV cache group {group_id}"
 
 
 def fails_by_block(kv_cache_config: "KVCacheConfig") -> bool:

@@ -134,7 +134,8 @@ class OmniWorker:
         kv_cache_config: what vLLM allocates.
         layers: the model's layers by name.
         transports: export our arena and read the peers'.
-        rank, ranks: of this worker, and how many its engine has.
+        rank: of this worker, of all ranks, counted stage by stage.
+        stage_ranks, local_ranks: how many ranks a pipeline stage has, and this host.
         arena: how this rank's arena is opened; None where the engine has none.
         answer: answers the scheduler half at this rank's socket; returns what ends that.
         shares: whether this rank attaches arenas of neighbours when the scheduler half asks.
@@ -155,7 +156,8 @@ class OmniWorker:
         layers: Mapping[str, Any],
         transports: Transports,
         rank: int,
-        ranks: int,
+        stage_ranks: int,
+        local_ranks: int,
         arena: ArenaPlan | None,
         answer: Callable[[RankAnswers], Callable[[], None]],
         shares: bool,
@@ -179,7 +181,8 @@ class OmniWorker:
         self._layers = layers
         self._transports = transports
         self._rank = rank
-        self._ranks = ranks
+        self._stage_ranks = stage_ranks
+        self._local_ranks = local_ranks
         self._arena_plan = arena
         self._answer = answer
         self._shares = shares
@@ -236,7 +239,7 @@ class OmniWorker:
             for group in group_specs(self._kv_cache_config)
         ]
         layer_ranges = LayerRanges.of(canonical, layout, addresses)
-        cores = len(_PROCESS_CORES) // self._ranks
+        cores = len(_PROCESS_CORES) // self._local_ranks
         threads = self._config.copy_threads or _default_copy_threads(cores, canonical.device.type)
         self._threads.helpers.threads = 1 + threads
         copier = self._surroundings.copier(
@@ -280,6 +283,7 @@ class OmniWorker:
                     layout=layout,
                     groups=groups,
                     rank=self._rank,
+                    ranks=self._stage_ranks,
                     affinity=self._threads.cores,
                     context=self._context,
                     on_end=helpers.tell_lender,
@@ -293,7 +297,7 @@ class OmniWorker:
                 layout=layout,
                 groups=groups,
                 rank=self._rank,
-                ranks=self._ranks,
+                ranks=self._stage_ranks,
                 checksum=self._checksum,
                 threads=helpers.threads if canonical.device.type == "cpu" else 1,
                 context=self._context,

@@ -38,7 +38,7 @@ class Configuration:
         arguments: of the server, beside those of the model's family.
         environment: variables on top of those that all engines have.
         kv_cache_bytes: size of the KV cache.
-        ranks: tensor-parallel size.
+        ranks: of all pipeline stages.
         probe: the `--worker-extension-cls`.
         forked: started by the fork server; else as users start engines.
         drafter: a `--speculative-config` whose model has a KV cache; its `model` is a recipe.
@@ -94,6 +94,18 @@ CONFIGURATIONS = {
     "hasty-prefill": Configuration(ours("kv_producer", handoff_ttl_s=10.0, load_timeout_s=5.0)),
     "hasty-decode": Configuration(ours("kv_consumer", handoff_ttl_s=10.0, load_timeout_s=5.0)),
     "two-ranks": Configuration(ours(), arguments=("--tensor-parallel-size", "2"), ranks=2),
+    # With vLLM's eager mode proper, an engine of several stages dies at its first request here.
+    "two-stages": Configuration(
+        {**ours(share=True), "kv_load_failure_policy": "fail"},
+        arguments=(
+            *("--pipeline-parallel-size", "2"),
+            *("--no-enforce-eager", "--compilation-config", '{"backend": "eager"}'),
+        ),
+        # vLLM compiles ahead only with torch's compiler, which these tests go without.
+        environment={"VLLM_USE_AOT_COMPILE": "0"},
+        ranks=2,
+        probe=SHARE_PROBE,
+    ),
     # All that is unlike the others: blocks, no cache of prefixes, drafts, and an engine that knows
     # the connector by its module and not by the plugin. So nobody can read its weights, and it is
     # told that the calls of the tests to its workers change none.

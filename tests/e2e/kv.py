@@ -46,10 +46,13 @@ class Probe:
     def read_all(self, moment: str, most: int = KEPT) -> list[list["Held"]]:
         """The same of the latest requests, by request and rank."""
         ranks = len(self.call("probe_save", str(self.folder), str(most)))
-        groups = self.watch()
+        of_ranks = self.call("probe_watch")  # pipeline stages have other layers
         by_rank = [torch.load(self.folder / f"{rank}.pt") for rank in range(ranks)]
         return [
-            [Held(groups, one["prompt"], one["computed"], one[moment]) for one in request]
+            [
+                Held(groups, one["prompt"], one["computed"], one[moment])
+                for groups, one in zip(of_ranks, request, strict=True)
+            ]
             for request in zip(*by_rank, strict=True)
         ]
 
@@ -84,7 +87,7 @@ class Held:
     """What the blocks of one request hold on one rank.
 
     Attributes:
-        groups: the cache groups of the engine.
+        groups: the cache groups of the engine, with the layers of the rank.
         prompt: of the request.
         computed: tokens that were there when it was first scheduled.
         content: by group, `places` in the prompt and the `layers`' tensors.
@@ -150,20 +153,21 @@ def require_same_kv(
         kv_heads: of the model, where the two sides have different numbers of ranks.
     """
     for rank, held in enumerate(found):
+        sender = sent[0 if kv_heads is not None else rank]
         for group in range(len(held.groups)):
             for layer in held.layers(group):
                 # Layers have the same names on both sides, whatever groups they are in.
-                theirs = next(g for g in range(len(sent[0].groups)) if layer in sent[0].layers(g))
+                theirs = next(g for g in range(len(sender.groups)) if layer in sender.layers(g))
                 if held.is_state(group):
                     states = sent[rank].state(theirs, layer, num_tokens)
                     if not all(map(_same, states, held.state(group, layer, num_tokens))):
                         raise AssertionError(f"{layer}: rank {rank} found another state")
                     continue
-                by_rank = [one.tokens(theirs, layer) for one in sent]
                 ours = held.tokens(group, layer)
                 if kv_heads is None:
-                    wanted = by_rank[rank]
+                    wanted = sender.tokens(theirs, layer)
                 else:
+                    by_rank = [one.tokens(theirs, layer) for one in sent]
                     first = rank * kv_heads // len(found)
                     wanted = _shard(by_rank, kv_heads, first, ours.rows.shape[1])
                 size = held.groups[group]["block_size"]

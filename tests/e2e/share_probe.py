@@ -19,8 +19,14 @@ EXTENSION = "tests.e2e.share_probe.ShareProbe"
 class ShareProbe(KVProbe):
     """Methods that vLLM adds to its worker class; called by `/collective_rpc`."""
 
-    def host_delivers(self, what: str) -> None:
-        """From now on: `all`, or `nothing` though it says so, which is the negative control."""
+    def host_delivers(self, what: str, to: str = "") -> None:
+        """From now on: `all`, or `nothing` though it says so, which is the negative control.
+
+        Args:
+            to: the rank that this is said to; "" for all.
+        """
+        if to and int(to) != self.rank:
+            return
         bodies = inspection.job_bodies(inspection.worker_half(get_kv_transfer_group()))
         if not hasattr(self, "_host_load"):
             self._host_load = bodies[HostLoadSpec]

@@ -93,6 +93,13 @@ def readers() -> list[CompatibilityKey]:
     ]
 
 
+def in_stages() -> CompatibilityKey:
+    """What an engine of two pipeline stages keeps, the later one without the second group."""
+    key = compatibility()
+    later = (shape(layers="others"), msgspec.structs.replace(key.groups[1], layers="", pages=()))
+    return msgspec.structs.replace(key, later_stages=(later,))
+
+
 def endpoint(address: str = "/tmp/o/a-0123456789abcdef01234567.sock") -> Endpoint:
     """Where an arena of `SLOTS` slots may be."""
     return Endpoint(transport="shm", address=address, epoch=EPOCH, n_slots=SLOTS, slot_bytes=8192)
@@ -132,7 +139,7 @@ class _Served:
             count=self._count,
         )
         digest = PROMPT.digest("tokens")
-        self.corpus = [encode(Handshake.of(reader)) for reader in readers()]
+        self.corpus = [encode(Handshake.of(reader)) for reader in (*readers(), in_stages())]
         for token in (_READY, _FILLING, b"t" * 16):
             self.corpus += [
                 encode(LeaseRequest(1, token, PROMPT.num_tokens, digest, "tokens")),
@@ -224,6 +231,7 @@ class Asked:
             encode(LeaseDenied(1, "unknown_token")),
             encode(Refused("model", "m@1", "m@2")),
             encode(HandshakeReply(EPOCH, "", other, ((endpoint(),),))),
+            encode(HandshakeReply(EPOCH, "", in_stages(), ((endpoint(),), (endpoint(),)))),
         ]
 
     def make(self, rng: random.Random) -> list[bytes]:

@@ -66,7 +66,7 @@ def explainer(engine_id: str = "e") -> Iterator[Explainer]:
             hash_tokens=_hash,
             cached=lambda block_hash, groups: block_hash[0] < 128 or None,
         )
-        lookups = StoreLookups(SimulatedStore(Shelf()), key.groups, 1, PROCESS_CONTEXT)
+        lookups = StoreLookups(SimulatedStore(Shelf()), key.stages, 1, PROCESS_CONTEXT)
         answers = Explainer(
             engine,
             host=None,

@@ -8,7 +8,8 @@ import types
 import msgspec
 import pytest
 
-from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.kv.compatibility import MAX_STAGES, CompatibilityKey
+from omni_connector.kv.shapes import GroupShape
 
 from .shapes import compatibility_key, group_shape
 
@@ -77,7 +78,7 @@ def test_what_is_left_out_is_told_as_an_empty_text() -> None:
     values = ORDINARY.values()
     assert values["numerics"] == ""
     assert "groups" not in values
-    assert set(values) | {"groups"} == set(CompatibilityKey.__struct_fields__)
+    assert set(values) | {"groups", "later_stages"} == set(CompatibilityKey.__struct_fields__)
 
 
 def test_an_ordinary_key_has_the_fields_that_stores_know() -> None:
@@ -133,3 +134,58 @@ def test_keys_and_shapes_go_to_workers_whatever_modules_there_are(
 
     monkeypatch.setattr(sys, "modules", {"a": Module("a"), **sys.modules})
     assert pickle.loads(pickle.dumps(value)) == value  # noqa: S301 - our own bytes
+
+
+def said(**changes: object) -> CompatibilityKey:
+    """As another engine may have said it."""
+    values = msgspec.to_builtins(ORDINARY) | changes
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(values), type=CompatibilityKey)
+
+
+def stage(**changes: object) -> list[GroupShape]:
+    return [group_shape(**changes)]
+
+
+def test_stage_is_compared_with_stage() -> None:
+    one, other = said(later_stages=[stage(layers="b")]), said(later_stages=[stage(layers="c")])
+    assert one.difference(said(later_stages=[stage(layers="b")])) is None
+    assert one.difference(other) == ("layers of group 0 of pipeline stage 1", "b", "c")
+    assert one.difference(ORDINARY) == ("pipeline stages", 2, 1)
+    assert ORDINARY.difference(one) == ("pipeline stages", 1, 2)
+    assert ORDINARY.num_arenas == 1
+    assert said(ranks=4, later_stages=[stage(layers="b")] * 2).num_arenas == 12
+
+
+def test_bytes_are_the_same_only_if_they_are_in_all_stages() -> None:
+    one = said(later_stages=[stage(layers="b")])
+    assert one.has_bytes_of(one)
+    turned = stage(layers="b", pages=("N16.H2.C64", "H2.N16.C64"))
+    assert not one.has_bytes_of(said(later_stages=[turned]))
+    assert one.difference(said(later_stages=[turned])) is None
+
+
+def test_a_stage_without_layers_of_a_group_is_read_by_one_like_it() -> None:
+    """However it comes that the names of both are alike."""
+    without = said(later_stages=[stage(layers="", pages=())])
+    assert without.difference(without) is None
+    difference = without.difference(said(later_stages=[stage(layers="")]))
+    assert difference is not None
+    assert "pages of group 0 (full_attention)" in difference[0]
+    assert difference[0].endswith("of pipeline stage 1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"later_stages": [stage(block_size=32)]}, "pipeline stage 1 has other cache groups"),
+        ({"later_stages": [stage(), stage() * 2]}, "pipeline stage 2 has other cache groups"),
+        ({"later_stages": [stage(kind="mla_attention")]}, "stage 1 has other cache groups"),
+        ({"ranks": 1000, "later_stages": [stage()]}, "2000 ranks of 2 pipeline stages"),
+        ({"later_stages": []}, "length"),
+        ({"later_stages": [[]]}, "length"),
+        ({"later_stages": [stage()] * MAX_STAGES}, "length"),
+    ],
+)
+def test_stages_that_cannot_be_are_malformed(changes: dict[str, object], told: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=told):
+        said(**changes)

@@ -17,6 +17,7 @@ from omni_connector.stores.shared_blocks import (
     block_key,
     key_prefix,
     owning_rank,
+    owning_ranks,
     readers_id,
     verify,
 )
@@ -91,7 +92,16 @@ def test_every_block_has_a_key_of_its_own() -> None:
 
 def test_what_all_ranks_hold_alike_is_the_first_ones() -> None:
     latent = msgspec.structs.replace(SHAPE, replicated=True)
-    assert [owning_rank(SHAPE, 1), owning_rank(latent, 1)] == [1, 0]
+    assert [owning_rank(SHAPE, 1, 2), owning_rank(latent, 1, 2)] == [1, 0]
+
+
+def test_each_pipeline_stage_owns_what_it_holds() -> None:
+    latent = msgspec.structs.replace(SHAPE, replicated=True)
+    nothing = msgspec.structs.replace(latent, pages=())
+    assert owning_ranks([SHAPE, SHAPE], 2) == [0, 1, 2, 3]
+    assert owning_ranks([latent, nothing, latent], 2) == [0, 4]
+    assert owning_rank(latent, 5, 2) == 4
+    assert owning_rank(nothing, 3, 2) is None
 
 
 @given(

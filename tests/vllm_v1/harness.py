@@ -69,7 +69,7 @@ from omni_connector.vllm_v1.worker import OmniWorker
 from tests import inspection
 from tests.simulation import check
 from tests.simulation.engines import lifecycles
-from tests.toy import BLOCK, SLOT, drafting, kv_cache_config
+from tests.toy import BLOCK, MAX_LAYERS, SLOT, drafting, kv_cache_config, stage_config
 from tests.toy_runner import ToyRunner
 
 from .held import Exchangeable, HeldCopier
@@ -127,6 +127,8 @@ class InProcessEngine:
         instant_copies: every copy ends in the step that starts it; else in some later one, mostly.
         family: of `toy.FAMILIES`.
         ranks: tensor-parallel size; each rank has caches and a worker half of its own.
+        stages: numbers of the layers at which the pipeline stages after the first begin; each stage
+            has as many ranks.
         lifecycle: what the model runner does with the connector.
         hash_algorithm: `--prefix-caching-hash-algo`.
         data_parallel_index: of this engine among those of one deployment.
@@ -161,6 +163,7 @@ class InProcessEngine:
         lifecycle: "Lifecycle | None" = None,
         family: str = "full",
         ranks: int = 1,
+        stages: Sequence[int] = (),
         hash_algorithm: str = "sha256",
         data_parallel_index: int = 0,
         events: KVEventsConfig | None = None,
@@ -224,8 +227,10 @@ class InProcessEngine:
         if self.kv_config.has_mamba_layers and prefix_caching:
             self.config.cache_config.mamba_cache_mode = "align"
         self.config.parallel_config.tensor_parallel_size = ranks
+        self.config.parallel_config.pipeline_parallel_size = 1 + len(stages)
         # Each of several ranks has a process of its own; on a CPU mostly a single one has, too.
-        self.config.parallel_config.distributed_executor_backend = "mp" if ranks > 1 else "uni"
+        several = ranks > 1 or bool(stages)
+        self.config.parallel_config.distributed_executor_backend = "mp" if several else "uni"
         self.config.parallel_config.data_parallel_index = data_parallel_index
         scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(
             self.kv_config, self.config
@@ -234,11 +239,15 @@ class InProcessEngine:
         kernel_block_sizes = [
             group.kv_cache_spec.block_size for group in self.kv_config.kv_cache_groups
         ]
+        self.stage_configs = [
+            stage_config(self.kv_config, layers)
+            for layers in itertools.starmap(range, itertools.pairwise([0, *stages, MAX_LAYERS]))
+        ]
+        # vLLM counts ranks stage by stage.
+        configs = [each for each in self.stage_configs for _ in range(ranks)]
         kv_caches = [
-            allocate_kv_cache(
-                self.kv_config, torch.device("cpu"), KVCacheLayout.LBHNC, kernel_block_sizes
-            )
-            for _ in range(ranks)
+            allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC, kernel_block_sizes)
+            for config in configs
         ]
         self.runner = ToyRunner(kv_caches, self.kv_config, weights)
         self.runner.tokens_ahead = tokens_ahead(self.config)
@@ -253,19 +262,17 @@ class InProcessEngine:
         with contextlib.ExitStack() as failed:  # where vLLM's processes would end
             failed.enter_context(self._surroundings())
             if transfer is not None:
-                for rank in range(ranks):
+                for rank, config in enumerate(configs):
                     self.config.parallel_config.rank = rank
                     worker = KVConnectorFactory.create_connector(
-                        config=self.config,
-                        role=KVConnectorRole.WORKER,
-                        kv_cache_config=self.kv_config,
+                        config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=config
                     )
                     self.workers.append(worker)
                     failed.callback(worker.shutdown)
                 self._lifecycle.register(self, kv_caches)
             self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
                 vllm_config=self.config,
-                kv_cache_config=self.kv_config,
+                kv_cache_config=self.stage_configs[0],
                 structured_output_manager=StructuredOutputManager(self.config),
                 block_size=scheduler_block_size,
                 hash_block_size=hash_block_size,
@@ -273,7 +280,7 @@ class InProcessEngine:
             )
             failed.callback(self.scheduler.shutdown)
             found = {
-                (0, rank): metadata
+                divmod(rank, ranks): metadata
                 for rank, worker in enumerate(self.workers)
                 if (metadata := worker.get_handshake_metadata()) is not None
             }
@@ -282,8 +289,8 @@ class InProcessEngine:
             failed.pop_all()
         ours = inspection.halves_beside(self.scheduler.connector, self.workers)
         if not fresh and ours:
-            inspection.know_weights(ours[0], ranks, weights)
-        self._aggregator = KVOutputAggregator(ranks)
+            inspection.know_weights(ours[0], len(configs), weights)
+        self._aggregator = KVOutputAggregator(len(configs))
         hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
         self.hasher = get_request_block_hasher(hash_block_size, hash_fn)

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves that follow the forward pass: layers are copied while the next ones are computed."""
 
+from collections.abc import Sequence
+
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from tests import inspection
 from tests.toy import BLOCK, LAYERS, PAGE
@@ -15,9 +18,11 @@ PROMPT = prompt(5 * BLOCK - 3)
 SIZE = 5 * LAYERS * PAGE
 
 
-def announce(engine: InProcessEngine, layer: str) -> None:
-    """What vLLM's attention layers call."""
-    for worker in engine.workers:
+def announce(
+    engine: InProcessEngine, layer: str, workers: Sequence[KVConnectorBase_V1] | None = None
+) -> None:
+    """What vLLM's attention layers call, of all workers or of those of a pipeline stage."""
+    for worker in engine.workers if workers is None else workers:
         if worker.has_connector_metadata():
             with transfer_group(worker):
                 worker.save_kv_layer(layer, None, None)

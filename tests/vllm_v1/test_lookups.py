@@ -76,7 +76,7 @@ def test_a_block_is_held_when_all_ranks_have_it(made: list[StoreLookups]) -> Non
     for rank, i in ((0, 0), (1, 0), (0, 1), (1, 2)):
         shelf.entries[block_key("p", 0, rank, hashes[i])] = b""
     shelf.entries[block_key("p", 1, 0, hashes[2])] = b""
-    made.append(StoreLookups(shelf.connect(), [FULL, LATENT], 2, PROCESS_CONTEXT))
+    made.append(StoreLookups(shelf.connect(), [[FULL, LATENT]], 2, PROCESS_CONTEXT))
     lookup = ask(made[0], [hashes, hashes])
     assert [held.blocks for held in lookup.held] == [[True, False, False], [False, False, True]]
 
@@ -88,7 +88,7 @@ def test_long_prompts_are_asked_for_in_parts_up_to_the_first_gap(
     monkeypatch.setattr(lookups, "_MAX_KEYS", 10)
     shelf, hashes = SwitchedShelf(), names(40)
     shelf.entries = {block_key("p", asked, 0, each): b"" for each in hashes if each != hashes[12]}
-    made.append(StoreLookups(shelf.connect(), [FULL] * groups, 1, PROCESS_CONTEXT))
+    made.append(StoreLookups(shelf.connect(), [[FULL] * groups], 1, PROCESS_CONTEXT))
     held = ask(made[0], [hashes if g == asked else [] for g in range(groups)]).held
     assert len(shelf.asked) == 20  # the other groups make no part smaller
     assert [each.reach(0) for each in held] == [12 if g == asked else 0 for g in range(groups)]
@@ -101,7 +101,7 @@ def test_before_a_window_there_may_be_gaps(
     monkeypatch.setattr(lookups, "_MAX_KEYS", 10)
     shelf, hashes = SwitchedShelf(), names(30)
     shelf.entries = {block_key("p", 0, 0, each): b"" for each in hashes[27:]}
-    made.append(StoreLookups(shelf.connect(), [WINDOW], 1, PROCESS_CONTEXT))
+    made.append(StoreLookups(shelf.connect(), [[WINDOW]], 1, PROCESS_CONTEXT))
     assert ask(made[0], [hashes]).held[0].runs[29] == 3
 
 
@@ -109,7 +109,7 @@ def test_groups_of_other_block_sizes_are_asked_for_together(made: list[StoreLook
     shelf, hashes = SwitchedShelf(), names(8)
     shelf.entries = {block_key("p", 0, 0, each): b"" for each in hashes}
     shelf.entries |= {block_key("p", 1, 0, each): b"" for each in hashes[1::2]}
-    made.append(StoreLookups(shelf.connect(), [FULL, WINDOW], 1, PROCESS_CONTEXT))
+    made.append(StoreLookups(shelf.connect(), [[FULL, WINDOW]], 1, PROCESS_CONTEXT))
     lookup = ask(made[0], [hashes, hashes[1::2]])
     assert [len(held.blocks) for held in lookup.held] == [8, 4]
     assert not any(held.misses.size for held in lookup.held)
@@ -118,7 +118,7 @@ def test_groups_of_other_block_sizes_are_asked_for_together(made: list[StoreLook
 def test_what_is_distrusted_is_not_held(made: list[StoreLookups]) -> None:
     shelf, hashes = SwitchedShelf(), names(3)
     shelf.entries = {block_key("p", 0, 0, each): b"" for each in hashes}
-    made.append(StoreLookups(shelf.connect(), [FULL], 1, PROCESS_CONTEXT))
+    made.append(StoreLookups(shelf.connect(), [[FULL]], 1, PROCESS_CONTEXT))
     made[0].distrust([(0, hashes[1])])
     assert ask(made[0], [hashes]).held[0].blocks == [True, False, True]
 
@@ -126,7 +126,7 @@ def test_what_is_distrusted_is_not_held(made: list[StoreLookups]) -> None:
 def test_a_late_answer_is_none(made: list[StoreLookups]) -> None:
     shelf = SwitchedShelf()
     shelf.stalled = True
-    made.append(StoreLookups(shelf.connect(), [FULL], 1, PROCESS_CONTEXT))
+    made.append(StoreLookups(shelf.connect(), [[FULL]], 1, PROCESS_CONTEXT))
     late = Lookup("p", [names(2)], time.monotonic() + 0.05)
     gone = Lookup("p", [names(2)], time.monotonic())
     made[0].ask(late)
@@ -146,7 +146,7 @@ class Slow(SimulatedStore):
 
 
 def test_what_a_slow_store_has_answered_in_time_is_used(made: list[StoreLookups]) -> None:
-    made.append(StoreLookups(Slow(SwitchedShelf()), [FULL], 1, PROCESS_CONTEXT))
+    made.append(StoreLookups(Slow(SwitchedShelf()), [[FULL]], 1, PROCESS_CONTEXT))
     lookup = Lookup("p", [names(8)], time.monotonic() + 2.0)
     made[0].ask(lookup)
     wait(lambda: lookup.held is not None or time.monotonic() > lookup.deadline + 1.0)
@@ -159,7 +159,7 @@ def test_a_question_that_cannot_be_asked_stops_no_other(
 ) -> None:
     shelf = SwitchedShelf()
     store = shelf.connect()
-    made.append(StoreLookups(store, [FULL], 1, PROCESS_CONTEXT))
+    made.append(StoreLookups(store, [[FULL]], 1, PROCESS_CONTEXT))
     made[0].ask(Lookup("p", [[None]], time.monotonic() + 20))  # type: ignore[list-item]
     assert ask(made[0], [names(1)]).held[0].blocks == [False]
     assert any("lookup" in line for line in log)

@@ -55,9 +55,9 @@ FEATURES: Final = (
         "ranks are as many as here",
         "KV of a peer with other ranks is read as that of one with as many",
         (
-            "omni_connector.handoff.receiver",
-            "if peer.ranks != self._compatibility.ranks or not same_bytes(theirs, ours):",
-            "if not same_bytes(theirs, ours):",
+            "omni_connector.kv.compatibility",
+            "        return self.ranks == reader.ranks and all(\n",
+            "        return all(\n",
         ),
     ),
     mutant(
@@ -67,6 +67,44 @@ FEATURES: Final = (
             "omni_connector.kv.heads",
             "    first = target_rank // target_copies * target_heads\n",
             "    first = 0\n",
+        ),
+    ),
+    mutant(
+        "one arena for all pipeline stages",
+        "ranks of later pipeline stages read the first stage's arenas",
+        (
+            "omni_connector.copy.load_plans",
+            "            return LoadPlan(ours.block_size, self._layout.group_bytes[group], "
+            "((self._rank, ()),))\n",
+            "            return LoadPlan(ours.block_size, self._layout.group_bytes[group], "
+            "((self._rank % self._ranks, ()),))\n",
+        ),
+    ),
+    mutant(
+        "slots are rewritten as the first stage's",
+        "of a peer with other blocks or ranks, the first pipeline stage is read by all",
+        (
+            "omni_connector.copy.load_plans",
+            "                    stage * source.ranks + of_stage, ",
+            "                    of_stage, ",
+        ),
+    ),
+    mutant(
+        "a job ends with the ranks of a stage",
+        "a copy counts as done before all pipeline stages have made it",
+        (
+            "omni_connector.vllm_v1.assembly",
+            "CopyLedger(manager.block_pool, self._ours.num_arenas, ",
+            "CopyLedger(manager.block_pool, self._ours.ranks, ",
+        ),
+    ),
+    mutant(
+        "all stages store the same",
+        "entries of a store are those of the first pipeline stage that stores them",
+        (
+            "omni_connector.stores.shared_blocks",
+            "    return rank - rank % ranks if shape.replicated else rank\n",
+            "    return 0 if shape.replicated else rank % ranks\n",
         ),
     ),
     mutant(

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines of two pipeline stages each: what one stage computes, the other engine's reads."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from omni_connector.testing import reference
+
+from . import kv
+from .configurations import BLOCK
+from .harness import Case, Pair, ask
+from .pool import Member, Pool
+from .prompts import new_salt, random_prompt
+
+pytestmark = pytest.mark.e2e
+
+WAIT_S = 60.0
+OTHER_STAGES = (
+    "engines with other pipeline stages refuse each other by name; the decode engine computes the "
+    "prompt"
+)
+NAMES = ("within-a-block", "one-block-and-a-token", "not-aligned", "two-thousand-not-aligned")
+
+
+@dataclass
+class Stages:
+    """Two engines alike, each of two stages."""
+
+    first: Member
+    second: Member
+
+    @property
+    def pair(self) -> Pair:
+        """Hand-offs from the first to the second."""
+        return Pair.of(self.first, self.second)
+
+    def count(self, member: Member, counter: str) -> float:
+        """What an engine has counted."""
+        return member.engine.metric(f"vllm:omni_connector_{counter}_total")
+
+    def share(self, prompt: list[int]) -> reference.Answer:
+        """Have the first compute a prompt and keep its full blocks, and the second answer it."""
+        salt, before = new_salt(), self.count(self.first, "blocks_saved")
+        ask(self.first.engine, prompt, salt)
+        deadline = time.monotonic() + WAIT_S
+        # Each stage has saved its part of each block.
+        while self.count(self.first, "blocks_saved") < before + 2 * (len(prompt) // BLOCK):
+            assert time.monotonic() < deadline, self.first.engine.log_tail()
+            ask(self.first.engine, random_prompt(7, 3), max_tokens=1)
+        self.second.probe.spoil()
+        return ask(self.second.engine, prompt, salt)
+
+
+@pytest.fixture(scope="module")
+def stages(engine_pool: Pool) -> Iterator[Stages]:
+    engines = [engine_pool.new("two-stages") for _ in range(2)]
+    try:
+        for engine in engines:
+            engine.start()
+        stages = Stages(*(engine_pool.adopt(engine) for engine in engines))
+        prompt, deadline = random_prompt(11, 2 * BLOCK + 1), time.monotonic() + WAIT_S
+        while not stages.count(stages.second, "tokens_from_host"):  # until they have met
+            assert time.monotonic() < deadline, stages.second.engine.log_tail()
+            stages.share(prompt)
+        yield stages
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+@pytest.mark.supports("PP 2 to PP 2", "Llama")
+@pytest.mark.parametrize("name", NAMES)
+def test_answer_is_the_reference_and_kv_the_senders(
+    stages: Stages, cases: dict[str, Case], name: str
+) -> None:
+    case, pair = cases[name], stages.pair
+    received, failures = pair.received(), pair.failures()
+    loaded = stages.count(stages.second, "tokens_loaded")
+    case.check(pair.hand_off(case.prompt))
+    pair.require_same_kv(case.prompt)
+    assert pair.received() == received + 1
+    assert stages.count(stages.second, "tokens_loaded") == loaded + len(case.prompt) - 1
+    assert pair.failures() == failures
+
+
+def test_stages_are_not_alike(stages: Stages, cases: dict[str, Case]) -> None:
+    """So that the comparison of KV above would tell one from the other."""
+    stages.pair.hand_off(cases["not-aligned"].prompt)
+    sent = stages.first.probe.read("prefilled")
+    assert len(sent) == 2
+    assert not set(sent[0].layers(0)) & set(sent[1].layers(0))
+    with pytest.raises(StopIteration):
+        kv.require_same_kv(sent, sent[::-1], 100)
+
+
+@pytest.mark.supports("prefixes shared by engines of PP 2", "Llama")
+def test_a_prefix_is_found_in_the_arenas_of_another_engine(
+    stages: Stages, cases: dict[str, Case]
+) -> None:
+    case, failures = cases["two-thousand-not-aligned"], stages.pair.failures()
+    before = stages.count(stages.second, "tokens_from_host")
+    case.check(stages.share(case.prompt))
+    found = stages.count(stages.second, "tokens_from_host") - before
+    assert found == len(case.prompt) // BLOCK * BLOCK
+    sent, read = (
+        stages.first.probe.read("prefilled"),
+        stages.second.probe.read("first"),
+    )
+    assert [each.computed for each in read] == [found] * 2
+    kv.require_same_kv(sent, read, int(found))
+    assert stages.pair.failures() == failures
+
+
+@pytest.mark.parametrize("stage", ["0", "1"])
+def test_a_stage_that_is_delivered_nothing_is_noticed(
+    stages: Stages, cases: dict[str, Case], stage: str
+) -> None:
+    case = cases["two-thousand-not-aligned"]
+    stages.second.probe.call("host_delivers", "nothing", stage)
+    try:
+        answer = stages.share(case.prompt)
+    finally:
+        stages.second.probe.call("host_delivers", "all")
+    with pytest.raises(AssertionError, match=r"token \d+"):
+        case.check(answer)
+
+
+@pytest.mark.supports("PP 2 to PP 1", "Llama", refused=OTHER_STAGES)
+@pytest.mark.supports("PP 1 to PP 2", "Llama", refused=OTHER_STAGES)
+@pytest.mark.parametrize("way", ["to one stage", "to two stages"])
+def test_other_stages_are_refused(
+    stages: Stages, pool: Pool, cases: dict[str, Case], way: str
+) -> None:
+    [one] = pool.take(("both", "llama", "a"))
+    sender, receiver = (stages.first, one) if way == "to one stage" else (one, stages.second)
+    pair = Pair.of(sender, receiver)
+    case, salt = cases["not-aligned"], new_salt()
+    before = pair.failures(kind="incompatible_peer")
+    params = pair.prefill(case.prompt, salt)
+    own = pair.decode(case.prompt, new_salt())
+    pair.decode(case.prompt, salt, params).require_same(own, tolerance=reference.ROUNDING)
+    assert pair.failures(kind="incompatible_peer") == before + 1
+    assert "pipeline stages" in pair.decode_engine.log_tail(200)
+    # It still serves an engine that is alike.
+    alike = Pair.of(sender, sender)
+    received = alike.received()
+    alike.decode(case.prompt, salt, params)
+    assert alike.received() == received + 1

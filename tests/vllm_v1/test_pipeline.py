@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose layers are spread over pipeline stages hand off and share, stage by stage."""
+
+import random
+import threading
+
+import pytest
+
+from omni_connector.copy import ledger, load_plans
+from omni_connector.errors import ConfigError
+from omni_connector.vllm_v1 import connector
+from tests import inspection
+from tests.toy import BLOCK, FAMILIES, LAYERS, WINDOW
+
+from .harness import HANDOFF, assert_clean, hand_off, prompt, run
+from .stores import PREFIX, QUESTION, landed
+from .test_host_prefix import publish, sharer  # noqa: F401 - a fixture
+from .test_layers import announce, drain
+
+pytestmark = pytest.mark.vllm
+
+LENGTHS = [2, BLOCK, BLOCK + 1, WINDOW + 2, 5 * BLOCK + 1, 150]
+ALL_TO_LOAD = [family for family in FAMILIES if family != "chunk"]
+HYBRID = "all three"
+
+# Where the later stages begin. Layers of several groups follow each other, so that a stage of a
+# hybrid model may have none of the first group, or of the last.
+SPLITS = {"two": (1,), "late": (2 * LAYERS - 1,), "three": (1, LAYERS + 1)}
+EVEN = (1, 2)  # a layer each of a model of three
+
+
+def splits(family: str) -> list[str]:
+    """Those that leave no stage of a model without a layer."""
+    layers = LAYERS * len(FAMILIES[family])
+    return [name for name, split in SPLITS.items() if split[-1] < layers]
+
+
+CASES = [(family, split) for family in FAMILIES for split in splits(family)]
+
+
+@pytest.mark.parametrize(("family", "split"), CASES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_are_those_of_a_single_engine(engine, family, split, ranks):
+    options = {"family": family, "ranks": ranks, "stages": SPLITS[split]}
+    reference = engine(family=family, ranks=ranks)
+    prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    if family in ALL_TO_LOAD:
+        assert decode.count("tokens_loaded") == sum(LENGTHS) - len(LENGTHS)
+    assert not prefill.failures()
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("family", ["full", HYBRID])
+def test_a_connector_that_moves_nothing_is_found_out(engine, family):
+    options = {"family": family, "stages": SPLITS["two"], "connector": "NoOpConnector"}
+    prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
+    for length in LENGTHS[1:]:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) != engine(family=family).generate(asked, 6).tokens
+
+
+def test_stages_that_are_swapped_are_noticed_by_these_tests(engine, monkeypatch, tokens):
+    """Stages with equally many layers have slots of one size, and their checksums are right."""
+    plans = load_plans.LoadPlan.arenas
+
+    def swapped(plan, spec):
+        places = {0: 0, 1: 2, 2: 1}
+        return [spec.arenas[places[rank]] for rank, _ in plan.sources]
+
+    prefill = engine("kv_producer", stages=EVEN)
+    right, wrong = (engine("kv_consumer", stages=EVEN) for _ in range(2))
+    asked = prompt(100)
+    assert hand_off(prefill, right, asked) == tokens(asked, 6)
+    monkeypatch.setattr(load_plans.LoadPlan, "arenas", swapped)
+    assert hand_off(prefill, wrong, asked) != tokens(asked, 6)
+    assert wrong.count("tokens_loaded") == 99
+    assert not wrong.failures()
+    monkeypatch.setattr(load_plans.LoadPlan, "arenas", plans)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [((), (1,)), ((1,), ()), ((1,), (2,)), (EVEN, (1,))], ids=str
+)
+def test_other_stages_are_refused_and_the_prompt_is_computed(engine, tokens, log, theirs, ours):
+    prefill, decode = engine("kv_producer", stages=theirs), engine("kv_consumer", stages=ours)
+    asked = prompt(70)
+    answer = prefill.generate(asked, params=HANDOFF).params
+    for _ in range(2):  # the second time it is known already
+        assert decode.generate(asked, 6, params=answer).tokens == tokens(asked, 6)
+    assert decode.failures() == {"incompatible_peer": 2}
+    assert prefill.failures() == {"refused_peer": 1}
+    assert decode.count("tokens_loaded") == 0
+    named = "pipeline stages" if len(theirs) != len(ours) else "layers of group 0 of pipeline stage"
+    assert len(log) == 2
+    assert all(named in line for line in log)
+
+
+def test_a_later_stage_with_other_layers_is_refused(engine, log):
+    """The first stage is alike; of a hybrid model the others begin elsewhere."""
+    family = "window and full"
+    prefill = engine("kv_producer", family=family, stages=(1, LAYERS))
+    decode = engine("kv_consumer", family=family, stages=(1, LAYERS + 1))
+    asked = prompt(70)
+    expected = engine(family=family).generate(asked, 6).tokens
+    assert hand_off(prefill, decode, asked) == expected
+    assert decode.failures() == {"incompatible_peer": 1}
+    assert "layers of group 1 of pipeline stage 1" in log[-1]
+
+
+def test_a_peer_whose_stages_are_in_another_order_is_refused(engine, tokens, log):
+    """Each has as many layers of the same kind, but not the same ones."""
+    prefill, decode = engine("kv_producer", stages=EVEN), engine("kv_consumer", stages=EVEN)
+    asked = prompt(70)
+    answer = prefill.generate(asked, params=HANDOFF).params
+    key = inspection.compatibility(decode.half)
+    inspection.learn(decode.half, later_stages=key.later_stages[::-1])
+    assert decode.generate(asked, 6, params=answer).tokens == tokens(asked, 6)
+    assert prefill.failures() == {"refused_peer": 1}
+    assert decode.failures() == {"incompatible_peer": 1}
+    assert "layers of group 0 of pipeline stage 1" in log[-1]
+
+
+@pytest.mark.parametrize(
+    "ranks", [(2, 1), (1, 2), (4, 2)], ids=lambda pair: f"{pair[0]} to {pair[1]}"
+)
+@pytest.mark.parametrize("family", ["full", "window and full", "latent"])
+def test_heads_are_sliced_and_joined_in_each_stage(engine, family, ranks):
+    prefill = engine("kv_producer", family=family, stages=EVEN, ranks=ranks[0])
+    decode = engine("kv_consumer", family=family, stages=EVEN, ranks=ranks[1])
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == engine(family=family).generate(asked, 6).tokens
+    assert decode.count("handoffs_received") == len(LENGTHS)
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
+@pytest.mark.parametrize("family", ["full", HYBRID])
+def test_blocks_of_another_size(engine, family, sizes):
+    options = {"family": family, "stages": SPLITS["two"]}
+    prefill = engine("kv_producer", block_size=sizes[0], **options)
+    decode = engine("kv_consumer", block_size=sizes[1], **options)
+    reference = engine(block_size=sizes[1], family=family)
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("family", ["full", "window and full"])
+def test_saves_follow_the_layers_of_each_stage(engine, family):
+    options = {"family": family, "stages": SPLITS["two"]}
+    prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
+
+    def computed(layer: str) -> None:
+        for worker, config in zip(prefill.workers, prefill.stage_configs, strict=True):
+            if any(layer in group.layer_names for group in config.kv_cache_groups):
+                announce(prefill, layer, [worker])
+        drain(prefill)
+
+    prefill.runner.layer_computed = computed
+    asked = prompt(5 * BLOCK - 3)
+    assert hand_off(prefill, decode, asked) == engine(family=family).generate(asked, 6).tokens
+    assert prefill.count("bytes_saved_early") == prefill.count("bytes_saved") > 0
+    assert decode.count("handoffs_received") == 1
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("family", ["full", "window and full", HYBRID])
+def test_many_at_once_with_a_step_in_each_stage(engine, family, overlap):
+    options = {
+        "family": family,
+        "stages": EVEN,
+        "usable_blocks": 22 if family == "full" else 40,
+        "max_tokens_a_step": 4 * BLOCK,
+        "long_prefill": 2 * BLOCK,
+        "async_scheduling": overlap,
+    }
+    prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
+    assert prefill.config.max_concurrent_batches >= 3
+    draw = random.Random(family)
+    asked = [prompt(draw.randrange(2, 150), seed=i) for i in range(12)]
+    bystanders = [prefill.submit(prompt(60, seed=50 + i), max_tokens=60) for i in range(3)]
+    sent = [prefill.submit(each, params=HANDOFF) for each in asked]
+    run([prefill], lambda: prefill.done(*sent))
+    bystanders += [decode.submit(prompt(60, seed=60 + i), max_tokens=60) for i in range(3)]
+    got = [
+        decode.submit(each, max_tokens=20, params=prefill.answers[one].params)
+        for each, one in zip(asked, sent, strict=True)
+    ]
+    run([prefill, decode], lambda: decode.done(*got))
+    reference = engine(family=family)
+    for each, one in zip(asked, got, strict=True):
+        assert decode.answers[one].tokens == reference.generate(each, 20).tokens
+    assert prefill.preempted or decode.preempted
+    assert decode.count("handoffs_received") == len(asked)
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("family", ["full", HYBRID])
+def test_wrong_bytes_in_one_stage_are_computed_here(engine, family, stage):
+    options = {"family": family, "stages": SPLITS["two"]}
+    prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
+    asked = prompt(7 * BLOCK + 3)
+    answer = prefill.generate(asked, params=HANDOFF).params
+    slots = prefill.handoffs[0].slots[-1]
+    prefill.arena(stage).slots[slots[-1]][3] ^= 1
+    expected = engine(family=family).generate(asked, 6).tokens
+    assert decode.generate(asked, 6, params=answer).tokens == expected
+    if stage or family == "full":  # the first stage of a hybrid model has none of its last group
+        assert decode.failures() == {"checksum_mismatch": 1}
+    else:
+        assert decode.count("handoffs_received") == 1
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize(("family", "split"), [case for case in CASES if case[0] in ALL_TO_LOAD])
+def test_engines_of_equal_stages_share_prefixes(sharer, engine, family, split):  # noqa: F811
+    options = {"family": family, "stages": SPLITS[split]}
+    first, second = sharer(**options), sharer(**options)
+    publish(first)
+    expected = engine(family=family).generate(QUESTION, 20).tokens
+    assert second.generate(QUESTION, 20).tokens == expected
+    assert second.count("tokens_from_host") == 6 * BLOCK
+    assert not second.failures()
+    assert_clean(first, second)
+
+
+def test_wrong_bytes_of_a_later_stage_that_nobody_checks_are_noticed(
+    sharer,  # noqa: F811
+    tokens,
+    monkeypatch,
+):
+    inspection.compare_nothing(monkeypatch.setattr)
+    first, second = sharer(stages=SPLITS["two"]), sharer(stages=SPLITS["two"])
+    publish(first)
+    first.arena(1).slots[:] ^= 0x10
+    answer = second.generate(QUESTION, 6)
+    assert second.count("tokens_from_host") == 6 * BLOCK
+    assert answer.tokens != tokens(QUESTION, 6)
+
+
+@pytest.mark.parametrize("other", [(), (2,)], ids=["of one stage", "split elsewhere"])
+def test_engines_of_other_stages_share_nothing(engine, tokens, other):
+    share = {"share": True, "admission": "all"}
+    first = engine("kv_both", extra=share, stages=(1,))
+    second = engine("kv_both", extra=share, stages=other)
+    publish(first)
+    found = inspection.neighbours(second.half)
+    found.look()
+    assert not found.present()
+    assert inspection.refused_neighbours(second.half)
+    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
+    assert second.count("tokens_from_host") == 0
+
+
+@pytest.mark.parametrize("family", ["full", "window and full", "latent"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_engines_of_equal_stages_share_through_a_store(engine, tmp_path, family, ranks):
+    store = {"store": {"path": str(tmp_path / "kv"), "gib": 1, "lookup_timeout_s": 30}}
+    options = {"family": family, "ranks": ranks, "stages": SPLITS["two"], "extra": store}
+    first, second = engine("kv_both", **options), engine("kv_both", **options)
+    first.generate(PREFIX)
+    landed(first)
+    groups, stages = len(FAMILIES[family]), 2
+    files = len(list((tmp_path / "kv").rglob("*.kv")))
+    if family == "latent":
+        assert files == 6 * stages  # one for all ranks of a stage
+    else:
+        # The first stage has none of the second group.
+        assert files == 6 * ranks * (1 + groups)
+    expected = engine(family=family, ranks=ranks).generate(QUESTION, 20).tokens
+    assert second.generate(QUESTION, 20).tokens == expected
+    assert second.count("tokens_shared") == 6 * BLOCK
+    assert not second.failures()
+    assert_clean(first, second)
+
+
+@pytest.mark.parametrize("family", ["full", HYBRID])
+def test_a_reset_waits_for_the_copies_of_all_stages(engine, monkeypatch, family):
+    for module in (ledger, connector):
+        monkeypatch.setattr(module, "SETTLE_S", 30.0)  # however slow the machine is
+    share = {"share": True, "admission": "all"}
+    one = engine("kv_both", stages=SPLITS["two"], family=family, extra=share)
+    held = one.hold(saves=True)  # of one stage
+    asked = prompt(5 * BLOCK)
+    request_id = one.submit(asked, max_tokens=30)
+    one.run(lambda: held.waiting.is_set() and len(one.answers[request_id].tokens) > 2)
+    assert one.half.copying()
+    opener = threading.Timer(0.1, held.open)
+    opener.start()
+    assert one.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert held.opened  # not before
+    opener.join()
+    one.settle()
+    expected = engine(family=family).generate(asked, 30).tokens
+    assert one.answers[request_id].tokens == expected
+    assert_clean(one)
+
+
+def test_beside_other_connectors_all_stages_introduce_themselves(engine, tokens):
+    options = {"connector": "MultiConnector", "stages": EVEN}
+    prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
+    asked = prompt(100)
+    assert hand_off(prefill, decode, asked) == tokens(asked, 6)
+    assert decode.stats.data["counts"]["handoffs_received"] == 1
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_an_engine_without_one_of_its_stages_does_not_start(engine, missing):
+    one = engine("kv_both", stages=(1,))
+    said = {(stage, 0): each.get_handshake_metadata() for stage, each in enumerate(one.workers)}
+    del said[missing, 0]
+    made = one.scheduler.connector
+    made.shutdown()
+    made._scheduler_half = None
+    with pytest.raises(ConfigError, match="2 pipeline stages of 1 ranks"):
+        made.set_xfer_handshake_metadata_pp_aware(said)
+
+
+def test_speculative_decoding_with_stages_is_refused_by_name(engine):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2, with speculative"):
+        engine("kv_both", stages=(1,), drafter="ngram", drafts=2)
