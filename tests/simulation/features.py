@@ -23,8 +23,11 @@ from tests.simulation.plan import (
     has_states,
 )
 from tests.simulation.scenes import hand_off
+from tests.toy import LAYERS
 
 _OFTEN: Final = 0.2
+
+_PIPED_OFTEN: Final = 0.08
 
 _LONG_ANSWER: Final = 23
 """Tokens of a long answer: more than a block of the largest size, 16."""
@@ -46,6 +49,24 @@ def featured(plan: Plan, draw: random.Random) -> Plan:
     if draw.random() >= _OFTEN:
         return plan
     return draw.choice(FEATURES)(plan, draw)
+
+
+def piped(plan: Plan, draw: random.Random) -> Plan:
+    """The same with the layers spread over pipeline stages, for some of the plans; the plan itself
+    for the others.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    # The other connector of MultiConnector takes no metadata of several pipeline stages.
+    alone = not any(each.drafts or each.beside for each in plan.engines)
+    if draw.random() >= _PIPED_OFTEN or not alone:
+        return plan
+    layers = LAYERS * groups_of(plan.engines[0].family)
+    stages = tuple(sorted(draw.sample(range(1, layers), draw.choice((1, 1, 2)))))
+    late = draw.choice((0.0, 0.3))
+    engines = tuple(replace(each, stages=stages, late_reports=late) for each in plan.engines)
+    return replace(plan, engines=engines)
 
 
 def _full_pool(plan: Plan, draw: random.Random) -> Plan:

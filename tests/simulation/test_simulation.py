@@ -61,6 +61,7 @@ def test_the_plans_of_seeds_differ_and_hold_all_kinds_of_engines_and_events():
     assert len({str(plan.events) for plan in plans}) == 300
     shapes = [engine for plan in plans for engine in plan.engines]
     names = ("family", "block_size", "ranks", "runner", "overlap", "policy", "shares", "hosts")
+    assert 10 < sum(bool(plan.engines[0].stages) for plan in plans) < 40
     for name in (*names, "caching", "pin_part", "tenant_quota"):
         assert len({getattr(shape, name) for shape in shapes}) > 1, name
     sizes = Counter(len({shape.block_size for shape in plan.engines}) for plan in plans)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import pairwise, starmap
 from typing import Any, Final
 
 import torch
@@ -58,7 +59,7 @@ from tests.simulation.surroundings.world import (
     Violation,
     World,
 )
-from tests.toy import VOCAB, reference
+from tests.toy import MAX_LAYERS, VOCAB, reference, stage_config
 from tests.toy_runner import ToyRunner, WrongBytes
 
 _IDLE_S = 1.0
@@ -126,10 +127,16 @@ class SimulatedEngine(Actor):
         self.config = vllm_config(shape, extra_config(shape, _SLOT_BYTES))
         self.kv_config, block_size, hash_block_size = cache_config(shape, self.config)
         sizes = [group.kv_cache_spec.block_size for group in self.kv_config.kv_cache_groups]
-        caches = [
-            allocate_kv_cache(self.kv_config, torch.device("cpu"), KVCacheLayout.LBHNC, sizes)
-            for _ in range(shape.ranks)
+        stages = [
+            stage_config(self.kv_config, layers)
+            for layers in starmap(range, pairwise([0, *shape.stages, MAX_LAYERS]))
         ]
+        configs = [each for each in stages for _ in range(shape.ranks)]
+        caches = [
+            allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC, sizes)
+            for config in configs
+        ]
+        self._layers = [each.keys() for each in caches]  # of each worker
         self.runner = _CheckedRunner(self, caches, weights)
         self.runner.tokens_ahead = tokens_ahead(self.config)
         self.runner.drafter_runs = max(1, shape.drafts)
@@ -137,19 +144,17 @@ class SimulatedEngine(Actor):
         self.workers: list[KVConnectorBase_V1] = []
         self._halves: list[Any] = []
         if shape.role is not None:
-            for rank in range(shape.ranks):
+            for rank, config in enumerate(configs):
                 self.config.parallel_config.rank = rank
                 worker = KVConnectorFactory.create_connector(
-                    config=self.config,
-                    role=KVConnectorRole.WORKER,
-                    kv_cache_config=self.kv_config,
+                    config=self.config, role=KVConnectorRole.WORKER, kv_cache_config=config
                 )
                 self.workers.append(worker)
                 worker.register_kv_caches(caches[rank])
         scheduler: Any = self.config.scheduler_config.get_scheduler_cls()
         self.scheduler = scheduler(
             vllm_config=self.config,
-            kv_cache_config=self.kv_config,
+            kv_cache_config=stages[0],
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=block_size,
             hash_block_size=hash_block_size,
@@ -164,10 +169,13 @@ class SimulatedEngine(Actor):
             self.scheduler.needs_kv_cache_zeroing = True
         if self.workers:
             self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(
-                {(0, rank): each.get_handshake_metadata() for rank, each in enumerate(self.workers)}
+                {
+                    divmod(rank, shape.ranks): each.get_handshake_metadata()
+                    for rank, each in enumerate(self.workers)
+                }
             )
         self._lifecycle = LIFECYCLES[shape.runner] if self.workers else alone
-        self._aggregator = KVOutputAggregator(shape.ranks)
+        self._aggregator = KVOutputAggregator(len(configs))
         hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(hash_block_size, hash_fn)
@@ -335,7 +343,8 @@ class SimulatedEngine(Actor):
         if self._scheduled and (self._executed or self.world.chance(0.7)):
             self._executed.append(self._execute(self._scheduled.popleft()))
             return True
-        between = not self._scheduled and (not self._executed or self.shape.overlap)
+        several = self.shape.overlap or bool(self.shape.stages)  # steps under way at once
+        between = not self._scheduled and (not self._executed or several)
         if between and self._inputs:
             self._inputs.popleft()()
             return True
@@ -392,7 +401,9 @@ class SimulatedEngine(Actor):
         """What vLLM's attention layers do."""
         metadata: Any = step.kv_connector_metadata
         unused: Any = None
-        for worker in self.workers:
+        for worker, layers in zip(self.workers, self._layers, strict=True):
+            if layer not in layers:  # another pipeline stage computes it
+                continue
             worker.save_kv_layer(layer, unused, unused)
             if getattr(metadata, "saves", True):  # MultiConnector's tells nothing of that
                 self._breathe()

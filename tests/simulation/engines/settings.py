@@ -65,6 +65,7 @@ class EngineShape:
         late_reports: how often a rank reports in the next step only what it could report in one.
         beside: where another connector stands in MultiConnector, `before` ours or `after`; "" where
             there is none.
+        stages: numbers of the layers at which the pipeline stages after the first begin.
     """
 
     name: str
@@ -95,6 +96,12 @@ class EngineShape:
     states: Literal["align", "all"] = "align"
     late_reports: float = 0.0
     beside: str = ""
+    stages: tuple[int, ...] = ()
+
+
+def num_workers(shape: EngineShape) -> int:
+    """Ranks of all pipeline stages."""
+    return shape.ranks * (1 + len(shape.stages))
 
 
 ARENA_WAIT_S: Final = 2.0
@@ -109,7 +116,7 @@ def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:
     """The connector's settings."""
     extra: dict[str, Any] = {
         "model_id": "toy",
-        "arena_gib": (shape.slots + 0.5) * slot_bytes * shape.ranks / (1 << 30),
+        "arena_gib": (shape.slots + 0.5) * slot_bytes * num_workers(shape) / (1 << 30),
         "arena_wait_s": ARENA_WAIT_S,
         "load_timeout_s": LOAD_TIMEOUT_S,
         "handoff_ttl_s": HANDOFF_TTL_S,
@@ -148,6 +155,7 @@ def vllm_config(shape: EngineShape, extra: dict[str, Any]) -> VllmConfig:
     # vLLM turns it off on a CPU; the scheduler is the same one everywhere.
     scheduler.async_scheduling = shape.overlap
     config.parallel_config.tensor_parallel_size = shape.ranks
+    config.parallel_config.pipeline_parallel_size = 1 + len(shape.stages)
     config.parallel_config.rank = 0
     # The scheduler half asks no rank at a socket; see `SimulatedRankCopies`.
     config.parallel_config.distributed_executor_backend = "uni"
@@ -181,7 +189,8 @@ def _drafter(tokens: int, drafter: str) -> SpeculativeConfig:
 
 
 def cache_config(shape: EngineShape, config: VllmConfig) -> tuple[KVCacheConfig, int, int]:
-    """The cache groups of one rank; block sizes of the scheduler and of hashes."""
+    """The cache groups of one rank, with the layers of all pipeline stages; block sizes of the
+    scheduler and of hashes."""
     # Block 0 is vLLM's null block, which nobody gets.
     kv_config = kv_cache_config(
         shape.blocks + 1,

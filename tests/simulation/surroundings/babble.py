@@ -90,7 +90,11 @@ def _mutated(compatibility: CompatibilityKey, draw: random.Random) -> Compatibil
 
 def _changed(compatibility: CompatibilityKey, draw: random.Random) -> CompatibilityKey:
     groups = list(compatibility.groups)
-    change = draw.choice((0, 1, 2, 3, 4, 4, 4, 5, 6, 7))
+    change = draw.choice((0, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8))
+    if change == 8:
+        stages = compatibility.stages
+        later = draw.choice((msgspec.UNSET, (), (groups,), stages[:1], stages[::-1], 300 * stages))
+        return msgspec.structs.replace(compatibility, later_stages=later)
     if change == 0:
         return msgspec.structs.replace(compatibility, ranks=draw.choice((1, 2, 3, 1024)))
     if change == 1:
@@ -196,7 +200,7 @@ class Liar(Actor):
             self._epoch,
             draw.choice(("", "x")),
             compatibility,
-            tuple(self._endpoints() for _ in range(compatibility.ranks)),
+            tuple(self._endpoints() for _ in range(compatibility.num_arenas)),
         )
 
     def _endpoints(self) -> tuple[Endpoint, ...]:
