@@ -59,7 +59,8 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
             out where there is one stage.
 
     Raises:
-        ValueError: pipeline stages have other groups than the first, or too many ranks.
+        ValueError: pipeline stages have other groups than the first, or too many ranks; or a group
+            has no page in any stage.
     """
 
     model: Text
@@ -87,6 +88,9 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         for number, stage in enumerate(self.stages[1:], 1):
             if [each.block_table for each in stage] != own:
                 raise ValueError(f"pipeline stage {number} has other cache groups than stage 0")
+        for number, group in enumerate(zip(*self.stages, strict=True)):
+            if not any(shape.pages for shape in group):
+                raise ValueError(f"no layer keeps anything in group {number}")
 
     @property
     def stages(self) -> tuple[tuple[GroupShape, ...], ...]:

@@ -181,6 +181,11 @@ def test_a_stage_without_layers_of_a_group_is_read_by_one_like_it() -> None:
         ({"later_stages": [stage(), stage() * 2]}, "pipeline stage 2 has other cache groups"),
         ({"later_stages": [stage(kind="mla_attention")]}, "stage 1 has other cache groups"),
         ({"ranks": 1000, "later_stages": [stage()]}, "2000 ranks of 2 pipeline stages"),
+        ({"groups": stage(pages=())}, "no layer keeps anything in group 0"),
+        (
+            {"groups": stage(pages=()), "later_stages": [stage(pages=())]},
+            "no layer keeps anything in group 0",
+        ),
         ({"later_stages": []}, "length"),
         ({"later_stages": [[]]}, "length"),
         ({"later_stages": [stage()] * MAX_STAGES}, "length"),

@@ -120,18 +120,28 @@ MENDED: Final = (
         "defect 3: a group of no pages",
         "a handshake with a group that has no pages is accepted",
         (
+            "omni_connector.kv.compatibility",
+            "            if not any(shape.pages for shape in group):\n",
+            "            if False:\n",
+        ),
+        (
             "omni_connector.kv.shapes",
-            "tuple[_Page, ...], Meta(min_length=1, max_length=1 << 14)]",
-            "tuple[_Page, ...], Meta(max_length=1 << 14)]",
+            '    return next(iter(shape.pages), "")\n',
+            "    return shape.pages[0]\n",
         ),
     ),
     mutant(
         "defect 3: a message ends the thread",
         "and one that cannot be handled is nobody's to catch",
         (
+            "omni_connector.kv.compatibility",
+            "            if not any(shape.pages for shape in group):\n",
+            "            if False:\n",
+        ),
+        (
             "omni_connector.kv.shapes",
-            "tuple[_Page, ...], Meta(min_length=1, max_length=1 << 14)]",
-            "tuple[_Page, ...], Meta(max_length=1 << 14)]",
+            '    return next(iter(shape.pages), "")\n',
+            "    return shape.pages[0]\n",
         ),
         (
             "omni_connector.handoff.server",
