@@ -299,8 +299,11 @@ class ToyRunner:
             sampling, computed = new.sampling_params, new.num_computed_tokens
             allowed = list((sampling and sampling.allowed_token_ids) or ())
             prompt = _with_embeddings(new)
+            # V2 is told of a resumed request as of a new one, with the tokens that it has answered.
+            token_ids = list(new.prefill_token_ids or new.prompt_token_ids or ())
+            token_ids[: len(prompt)] = prompt
             self._rows[new.req_id] = _Row(
-                list(prompt or new.prompt_token_ids or ()),
+                token_ids,
                 tables,
                 allowed=allowed,
                 drafted=computed,

@@ -65,7 +65,16 @@ def piped(plan: Plan, draw: random.Random) -> Plan:
     layers = LAYERS * groups_of(plan.engines[0].family)
     stages = tuple(sorted(draw.sample(range(1, layers), draw.choice((1, 1, 2)))))
     late = draw.choice((0.0, 0.3))
-    engines = tuple(replace(each, stages=stages, late_reports=late) for each in plan.engines)
+    engines = tuple(
+        replace(
+            each,
+            stages=stages,
+            late_reports=late,
+            # V1 has no async scheduling with stages.
+            runner="v2" if each.overlap else each.runner,
+        )
+        for each in plan.engines
+    )
     return replace(plan, engines=engines)
 
 

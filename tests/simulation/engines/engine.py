@@ -180,6 +180,12 @@ class SimulatedEngine(Actor):
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(hash_block_size, hash_fn)
         self._batches = self.config.max_concurrent_batches
+        if shape.overlap and shape.stages:
+            # V2's rules, by which a request's steps are as many steps apart as there are stages.
+            # Without them more steps than one are scheduled behind the end of a request, and leave
+            # recurrent states from which a session cannot go on.
+            self.scheduler.use_v2_model_runner = True
+            self._batches = len(stages) + 1
         self.failures: set[str] = set()
         # Of each request, why it was to get no hand-off, just before it arrived and just after.
         self.offer_refusals: dict[str, tuple[str | None, str | None]] = {}
