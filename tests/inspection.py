@@ -343,11 +343,23 @@ def being_kept(half: "OmniScheduler") -> tuple[int, int]:
 
 
 def waiting(half: "OmniScheduler") -> set[tuple[int, bytes]]:
-    """Return the group and key of each block that is to be kept when earlier copies have ended."""
+    """Return the group and key of each block that is to be kept when earlier copies have ended, or
+    that a later step considers."""
     from omni_connector.prefix.hints import Candidate
 
-    waits = () if half._shared is None else half._shared.saves.waiting
-    return {(each.group, each.block_hash) for each in waits if isinstance(each, Candidate)}
+    if half._shared is None:
+        return set()
+    saves = half._shared.saves
+    waits = {(each.group, each.block_hash) for each in saves.waiting if isinstance(each, Candidate)}
+    return waits | {(g, key) for g, column in enumerate(saves._filled) for key in column.keys}
+
+
+def looked_at(half: "OmniScheduler", request_id: str) -> list[int]:
+    """Return for each group how many blocks of a request were looked at. A request that waits for
+    its adapter has none."""
+    shared = shared_parts(half)
+    prompt = shared._prompts.get(request_id)
+    return prompt.sent if prompt is not None else [0] * len(shared._groups)
 
 
 def now(half: "OmniScheduler") -> float:
@@ -389,6 +401,13 @@ def explainer(half: "OmniScheduler") -> Any:
 def prefix_saves(half: "OmniScheduler") -> Any:
     """Return what saves the blocks that an engine shares."""
     return shared_parts(half).saves
+
+
+def doubt(half: "OmniScheduler", had: int) -> None:
+    """Have an engine believe that another connector loads into the blocks that have filled, from
+    the token `had` on."""
+    saves, blocks = prefix_saves(half), kv_blocks(half)
+    saves._doubt([[blocks[each] for each in of.block_ids] for of in saves._filled], had)
 
 
 def forget_sent(half: "OmniScheduler") -> None:

@@ -18,7 +18,6 @@ the eviction order). Slots of hand-offs belong to nobody.
 A prompt may have tens of thousands of blocks, so the state of slots is kept in arrays.
 """
 
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -252,8 +251,12 @@ class SlotPool:
 
     def find(self, group: int, keys: Sequence[SlotKey]) -> Ints:
         """The slots that hold or will hold these blocks of a group; blocks without are left out."""
-        found = self._index.find(group, keys, 1)
+        found = self.places(group, keys)
         return found[found >= 0]
+
+    def places(self, group: int, keys: Sequence[SlotKey]) -> Ints:
+        """For each of these blocks of a group the slot that holds or will hold it, or -1."""
+        return self._index.find(group, keys, 1)
 
     def keep(
         self,
@@ -270,14 +273,16 @@ class SlotPool:
         Args:
             keys: of different blocks of the group, in any order.
             most: most slots to take.
-            tenant: who will own the slots, 0 for nobody. If there is no quota, this may be an array
-                with the tenant of each key.
+            tenant: who will own the slots, 0 for nobody. If no quota would be exceeded, this may be
+                an array with the tenant of each key; see `fits`.
             prompts: as for `EvictionOrder.fill`.
         """
         lacking = np.flatnonzero(self._index.find(group, keys, 1) < 0)
         wanted = lacking[:most]
         tenants = np.broadcast_to(tenant, len(keys))[wanted]
-        within = self._room(int(tenants[0]) if len(tenants) else 0, len(wanted))
+        within = len(wanted)
+        if len(tenants) and not self.fits(tenants):
+            within = self._room(int(tenants[0]), len(wanted))
         chosen = wanted[: min(within, self._num_available)]
         slots = self._new(len(chosen)) if len(chosen) else NONE
         self._own(slots, tenants[: len(slots)])
@@ -296,6 +301,21 @@ class SlotPool:
         if admission != "second_hit" and len(keys) <= self._num_free:
             return np.ones(len(keys), bool)
         return self._order.admits(_content_hashes(group, keys), admission, prompts)
+
+    def fits(self, tenants: Ints) -> bool:
+        """Whether each of these tenants may own as many more slots as it is named, without losing
+        any."""
+        if self.quota is None:
+            return True
+        found, counts = np.unique(tenants, return_counts=True)
+        return all(
+            not tenant or self._kept_of[tenant] + count <= self.quota
+            for tenant, count in zip(found.tolist(), counts.tolist(), strict=True)
+        )
+
+    def may_own(self, slot_ids: Ints, tenants: Ints) -> bool:
+        """Whether each tenant may own its slot of these, without losing any; see `privilege`."""
+        return self.fits(tenants[self._tenant[slot_ids] == 0])
 
     def _room(self, tenant: int, count: int) -> int:
         """How many of `count` more slots a tenant may own. Evicts slots of its own if need be."""
@@ -357,7 +377,12 @@ class SlotPool:
         return self._privileged[slot_ids]
 
     def privilege(
-        self, slot_ids: Ints, tenant: int, *, favour: bool, pin_until: float | None
+        self,
+        slot_ids: Ints,
+        tenant: Ints | int,
+        *,
+        favour: bool,
+        pin_until: NDArray[np.float64] | float | None,
     ) -> int:
         """Favour or pin slots that `find` has found, for a tenant.
 
@@ -366,13 +391,20 @@ class SlotPool:
         copy. A pin that ends later than `pin_until` keeps its end.
 
         Args:
-            slot_ids: in the order of their prompt.
-            pin_until: when the pin ends, by the caller's clock; None pins nothing.
+            slot_ids: in the order of their prompts.
+            tenant: may be an array with the tenant of each slot, if `may_own` allows that.
+            pin_until: when the pin ends, by the caller's clock, or an array with the end of each;
+                None pins nothing.
 
         Returns:
             Number of slots that were favoured or pinned; the tenant's quota bounds it.
         """
         owned = self._tenant[slot_ids] != 0
+        if not isinstance(tenant, int):
+            self._own(slot_ids[~owned], tenant[~owned])
+            self._privilege(slot_ids, favour, pin_until)
+            return len(slot_ids)
+        assert pin_until is None or isinstance(pin_until, float)
         kept = slot_ids[owned]
         if len(kept):  # first, as `_room` may evict slots of this tenant
             self._privilege(kept, favour, pin_until)
@@ -383,14 +415,19 @@ class SlotPool:
             self._privilege(more, favour, pin_until)
         return len(kept) + len(more)
 
-    def _privilege(self, slot_ids: Ints, favour: bool, pin_until: float | None) -> None:
+    def _privilege(
+        self,
+        slot_ids: Ints,
+        favour: bool,
+        pin_until: NDArray[np.float64] | float | None,
+    ) -> None:
         if favour:
             self._order.favour(slot_ids[::-1])
         if pin_until is not None:
-            end = math.ceil(pin_until / _PIN_TICK_S) * _PIN_TICK_S
+            end = np.ceil(np.asarray(pin_until) / _PIN_TICK_S) * _PIN_TICK_S
             former = self._pinned_until[slot_ids] * self.pinned(slot_ids)
             self._pinned_until[slot_ids] = np.maximum(former, end)
-            self._next_end = min(self._next_end, end)
+            self._next_end = min(self._next_end, float(end.min()))
             self._order.pin(slot_ids[::-1], pinned=True)
         self._count_privileged(slot_ids)
 
@@ -478,25 +515,30 @@ class SlotPool:
 
     def _settle(self, unheld: Ints) -> None:
         """Cache or free slots that nobody holds."""
+        if not len(unheld):
+            return
         # Without a user a copy under way may be cancelled. So nobody may find its slot any more,
         # pinned or not.
         lost = unheld[~self._ready[unheld]]
-        self._keyed[lost] = False
-        self._order.unused(lost)
-        self._count_privileged(lost)
+        if len(lost):
+            self._keyed[lost] = False
+            self._order.unused(lost)
+            self._count_privileged(lost)
         idle = unheld[~self._busy[unheld]]
         keep = self._ready[idle] & self._keyed[idle]
         kept, gone = idle[keep], idle[~keep]
         if len(kept):
             self._order.add(kept)
             self.num_cached += len(kept)
+        self.releases += 1
+        if not len(gone):
+            return
         self._free[self._num_free : self._num_free + len(gone)] = np.sort(gone)[::-1]
         self._ready[gone] = False
         self._order.unused(gone)
         self._count_privileged(gone)
         self._disown(gone)
         self._num_free += len(gone)
-        self.releases += 1
 
     def forget(self) -> None:
         """Free the cached slots and forget all keys."""

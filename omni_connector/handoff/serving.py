@@ -87,6 +87,11 @@ class ServingState:
         return self._drain or self._leave_by is not None
 
     @property
+    def has_requests(self) -> bool:
+        """Whether there are requests that have not ended."""
+        return bool(self._requests)
+
+    @property
     def phase(self) -> Phase:
         """How far this engine is; see `Service`."""
         if not self.draining:

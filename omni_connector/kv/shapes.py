@@ -105,15 +105,16 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         self, num_tokens: NDArray[np.int64], start: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """First block and end of what `needed` returns, for each number of tokens."""
-        end = -(-num_tokens // self.block_size)
-        first = np.zeros_like(end)
+        size, window = self.block_size, self.window
+        end = -(-num_tokens // size)
+        first = np.full_like(end, start // size)
         if self.attention_type == "window":
-            first = np.maximum(0, num_tokens - self.window + 1) // self.block_size
+            first = np.maximum(first, (num_tokens - window + 1) // size)
         elif self.attention_type == "chunk":
-            first = num_tokens // self.window * self.window // self.block_size
+            first = np.maximum(first, num_tokens // window * window // size)
         elif self.attention_type == "last":
-            first = np.maximum(0, end - 1)
-        return np.maximum(first, start // self.block_size), end
+            first = np.maximum(first, end - 1)
+        return first, end
 
 
 def states_of(specs: Iterable[Any]) -> str | UnsetType:

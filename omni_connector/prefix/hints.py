@@ -6,16 +6,19 @@ A hint that cannot be followed is counted, and the request goes on without it. N
 tenant the blocks of another, because a block's key includes the cache salt.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
-from omni_connector.arena.slot_index import SlotKey
-from omni_connector.arena.slot_pool import SlotPool
+from omni_connector.arena.slot_index import Ints, SlotKey
+from omni_connector.arena.slot_pool import Bools, SlotPool
 from omni_connector.config import HintName
 from omni_connector.errors import unknown
 from omni_connector.runtime.context import EngineContext
@@ -60,6 +63,11 @@ class Hints(msgspec.Struct, frozen=True):
     def keeps_here(self) -> bool:
         """Whether this engine keeps even blocks that a neighbour has already."""
         return self.prefetch or self.pin_s > 0
+
+    @property
+    def is_privileged(self) -> bool:
+        """Whether its slots are evicted later than others, or not at all."""
+        return self.cache == "high" or self.pin_s > 0
 
     @property
     def asks_arena(self) -> bool:
@@ -109,6 +117,77 @@ class Candidate:
     tenant: int = 0
     hints: Hints = NO_HINTS
     cached_as: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FilledBlocks:
+    """Blocks of one group that have filled, and may be kept in the arena: `Candidate`s by column.
+
+    Attributes:
+        keys, cached_as: of each block, no key twice.
+        block_ids, prompts, tenants: int64 (blocks,).
+        hints: of each block; None where no request has any.
+    """
+
+    keys: list[bytes]
+    cached_as: list[bytes]
+    block_ids: Ints
+    prompts: Ints
+    tenants: Ints
+    hints: list[Hints] | None
+
+    @classmethod
+    def of(cls, blocks: Sequence[Candidate]) -> "FilledBlocks":
+        """The same blocks, of one group."""
+        numbers = [(each.block_id, each.prompt, each.tenant) for each in blocks]
+        block_ids, prompts, tenants = np.array(numbers, np.int64).reshape(-1, 3).T
+        hints = [each.hints for each in blocks]
+        return cls(
+            [each.block_hash for each in blocks],
+            [each.cached_as for each in blocks],
+            block_ids,
+            prompts,
+            tenants,
+            hints if any(each is not NO_HINTS for each in hints) else None,
+        )
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def at(self, places: Ints) -> "FilledBlocks":
+        """The blocks at these places, which are in ascending order."""
+        if len(places) == len(self.keys):
+            return self
+        chosen = places.tolist()
+        return FilledBlocks(
+            [self.keys[i] for i in chosen],
+            [self.cached_as[i] for i in chosen],
+            self.block_ids[places],
+            self.prompts[places],
+            self.tenants[places],
+            None if self.hints is None else [self.hints[i] for i in chosen],
+        )
+
+    def candidates(self, group: int, places: Ints) -> list[Candidate]:
+        """The blocks at these places, each by itself."""
+        return [
+            Candidate(
+                group,
+                self.keys[i],
+                int(self.block_ids[i]),
+                int(self.prompts[i]),
+                int(self.tenants[i]),
+                NO_HINTS if self.hints is None else self.hints[i],
+                self.cached_as[i],
+            )
+            for i in places.tolist()
+        ]
+
+    def mask(self, wanted: Callable[[Hints], bool]) -> Bools:
+        """Which blocks have hints of a kind."""
+        if self.hints is None:
+            return np.zeros(len(self.keys), bool)
+        return np.fromiter(map(wanted, self.hints), bool, len(self.keys))
 
 
 def read_hints(
@@ -243,14 +322,52 @@ class HintPolicy:
         self._max_of_tenant = int(tenant_quota * pin_part * num_slots)
         self._stats = context.stats
 
-    def grant(self, hints: Hints, tenant: int, group: int, keys: Sequence[SlotKey]) -> None:
+    def grant(self, group: int, blocks: FilledBlocks) -> None:
         """Follow the hints for blocks of a group that are in the arena, or are being copied there.
 
-        If there is no room for all, the first blocks get it: later ones cannot be used without
-        them.
+        If there is no room for all, the first blocks of each request get it: later ones cannot be
+        used without them.
         """
-        if hints.cache != "high" and not hints.pin_s:
+        if blocks.hints is None:
             return
+        asking = blocks.at(np.flatnonzero(blocks.mask(attrgetter("is_privileged"))))
+        if not len(asking) or self._grant_all(group, asking):
+            return
+        assert asking.hints is not None
+        whose = zip(asking.tenants.tolist(), asking.hints, asking.keys, strict=True)
+        for (tenant, hints), run in groupby(whose, key=itemgetter(0, 1)):
+            self._grant(hints, tenant, group, [key for _, _, key in run])
+
+    def _grant_all(self, group: int, blocks: FilledBlocks) -> bool:
+        """Follow all hints of these blocks at once, if there is room for each; whether there is."""
+        assert blocks.hints is not None
+        pins = np.array([each.pin_s for each in blocks.hints])
+        high = blocks.mask(lambda hints: hints.cache == "high")
+        with self._pool.lock:
+            pool = self._pool
+            slots = pool.places(group, blocks.keys)
+            found = slots >= 0
+            there, tenants = slots[found], blocks.tenants[found]
+            new = ~pool.privileged(there)
+            if not pool.may_own(there, tenants):
+                return False
+            if pool.num_privileged + np.count_nonzero(new) > self._max_privileged:
+                return False
+            for tenant, count in zip(*np.unique(tenants[new], return_counts=True), strict=True):
+                if pool.privileged_of(int(tenant)) + count > self._max_of_tenant:
+                    return False
+            favoured = high[found]
+            if favoured.any():
+                pool.privilege(there[favoured], tenants[favoured], favour=True, pin_until=None)
+            pinned = pins[found] > 0
+            if pinned.any():
+                ends = self._clock() + pins[found][pinned]
+                pool.privilege(there[pinned], tenants[pinned], favour=False, pin_until=ends)
+        if lacking := int(np.count_nonzero(pins[~found])):
+            self._stats.count("pins_refused", lacking)
+        return True
+
+    def _grant(self, hints: Hints, tenant: int, group: int, keys: Sequence[SlotKey]) -> None:
         with self._pool.lock:
             pool = self._pool
             slots = pool.find(group, keys)

@@ -6,9 +6,8 @@ leased. A reader notices by generation and key that a block was evicted before i
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from operator import attrgetter
 from typing import Final
 
@@ -32,7 +31,7 @@ from omni_connector.copy.prefix_jobs import HostLoadSpec, KeepSpec
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.prefix.attaching import Arenas
-from omni_connector.prefix.hints import Candidate, HintPolicy
+from omni_connector.prefix.hints import Candidate, FilledBlocks, HintPolicy
 from omni_connector.prefix.neighbours import Neighbour, Neighbours
 from omni_connector.runtime.stats import Stats
 
@@ -318,53 +317,66 @@ class HostBlocks:
         return max(0, min(most, self._max_busy - busy))
 
     def keep(
-        self, filled: Sequence[Candidate], most: int, max_waiting: int
+        self,
+        filled: Sequence[FilledBlocks],
+        most: int,
+        max_waiting: int,
+        there: Callable[[int, FilledBlocks], Bools],
     ) -> tuple[KeepSpec | None, int, list[Candidate]]:
         """Take slots for blocks that no arena of this host has, and make the job that saves them.
 
         The caller starts the job and enters it into `keeping`; `kept` ends it.
 
         Args:
-            filled: full blocks, each hash of a group once. A block that vLLM has evicted meanwhile
-                is a null block.
+            filled: full blocks of each group.
             most: blocks that may be saved now.
             max_waiting: blocks that may wait for a slot. Only blocks that hints ask for wait.
+            there: says which blocks of a group vLLM still has. It is asked about few of them.
 
         Returns:
             The job, None if no block is to be saved; the number of blocks that are dropped for lack
             of room; and the blocks that wait. Their hints are followed when they are passed again.
         """
-        groups: list[tuple[int, list[int]]] = [(0, []) for _ in self._whole]
+        groups: list[tuple[int, Ints]] = [(0, NONE)] * len(self._whole)
         slots: list[Ints] = []
         keys: list[bytes] = []
         dropped, waiting = 0, list[Candidate]()
         most = self.room(most)
-        of_groups = [[c for c in filled if c.group == g] for g in range(len(self._whole))]
-        lacking = [self._lacking(g, each) for g, each in enumerate(of_groups)]
-        for g, candidates in enumerate(of_groups):
-            kept: list[Candidate] = []
-            there = [each for each in lacking[g] if each.block_id != NULL_BLOCK_ID]
-            dropped += len(lacking[g]) - len(there)
-            for theirs in self._by_quota(there):
-                tenants = np.array([each.tenant for each in theirs], np.int64)
-                prompts = np.array([each.prompt for each in theirs], np.int64)
+        # Before any block gets a slot, as a slot that is taken may have had one of these blocks.
+        lacking = [self._lacking(g, each) if len(each) else NONE for g, each in enumerate(filled)]
+        for g, candidates in enumerate(filled):
+            if not len(candidates):
+                continue
+            new = candidates.at(lacking[g])
+            new = new.at(np.flatnonzero(there(g, new)))
+            dropped += len(lacking[g]) - len(new)
+            asked = new.mask(attrgetter("keeps_here"))
+            block_ids: list[Ints] = []
+            waits = set[bytes]()
+            for part in self._by_quota(new):
+                theirs = new.at(part)
                 with self._pool.lock:
-                    given = self._pool.keep(g, _hashes(theirs), most, tenants, prompts)
+                    given = self._pool.keep(g, theirs.keys, most, theirs.tenants, theirs.prompts)
                 if given.over_quota:
                     self._stats.count("blocks_over_quota", given.over_quota)
-                asked = [c for i in given.beyond.tolist() if (c := theirs[i]).hints.keeps_here]
-                asked = asked[: max(0, max_waiting - len(waiting))]
-                waiting += asked
-                dropped += given.dropped - len(asked)
+                if asked.any():
+                    beyond = given.beyond[asked[part[given.beyond]]]
+                    some = theirs.candidates(g, beyond[: max(0, max_waiting - len(waiting))])
+                    waits.update(each.block_hash for each in some)
+                    waiting += some
+                    dropped -= len(some)
+                dropped += given.dropped
                 most -= len(given.slots)
-                kept += [theirs[i] for i in given.chosen.tolist()]
+                block_ids.append(theirs.block_ids[given.chosen])
                 slots.append(given.slots)
-            wait = set(waiting)
-            now = [each for each in candidates if each not in wait]
-            for (tenant, hints), run in groupby(now, key=attrgetter("tenant", "hints")):
-                self._hint_policy.grant(hints, tenant, g, _hashes(run))
-            groups[g] = 0, [each.block_id for each in kept]
-            keys += header_keys(self._key_prefix, g, _hashes(kept))
+                chosen = [theirs.keys[i] for i in given.chosen.tolist()]
+                keys += header_keys(self._key_prefix, g, chosen)
+            if candidates.hints is not None:
+                now = candidates
+                if waits:
+                    now = now.at(np.flatnonzero([each not in waits for each in now.keys]))
+                self._hint_policy.grant(g, now)
+            groups[g] = 0, np.concatenate([NONE, *block_ids])
         slot_ids = np.concatenate([NONE, *slots])
         if not slot_ids.size:
             return None, dropped, waiting
@@ -374,11 +386,17 @@ class HostBlocks:
         spec = KeepSpec(blocks=blocks, slots=slot_ids, generations=generations, keys=keys)
         return spec, dropped, waiting
 
-    def _by_quota(self, candidates: list[Candidate]) -> list[list[Candidate]]:
-        """Split the blocks by tenant if tenants have quotas, as each quota is checked by itself."""
-        if self._pool.quota is None:
-            return [candidates] if candidates else []
-        return [list(run) for _, run in groupby(candidates, key=attrgetter("tenant"))]
+    def _by_quota(self, blocks: FilledBlocks) -> list[Ints]:
+        """The places of the blocks: of all together; or of each tenant's, as each quota is checked
+        by itself, if a tenant has no room for all of its blocks."""
+        if not len(blocks):
+            return []
+        with self._pool.lock:
+            if self._pool.fits(blocks.tenants):
+                return [np.arange(len(blocks))]
+        order = np.argsort(blocks.tenants, kind="stable")
+        ends = np.flatnonzero(np.diff(blocks.tenants[order])) + 1
+        return np.split(order, ends)
 
     def lacks(self, group: int, hashes: list[bytes], *, here: Bools | bool) -> Bools:
         """Which of these blocks no living engine has. The others count as used, so that they are
@@ -396,32 +414,29 @@ class HostBlocks:
         if here is not False:  # the first engine is this one
             owners[here & (owners > 0)] = NOBODY
         lacks: Bools = owners == NOBODY
+        if lacks.all():
+            return lacks
         for number in np.unique(owners[~lacks]).tolist():
             theirs = owners == number
             self._hit(engines[number], slots[theirs], generations[theirs])
         return lacks
 
-    def _lacking(self, group: int, filled: list[Candidate]) -> list[Candidate]:
-        """The blocks to save, sorted by tenant: no engine has them (or hints ask for them in the
-        own arena), and the admission policy admits them."""
-        if not filled:
-            return []
-        filled = sorted(filled, key=attrgetter("tenant"))
-        here = np.array([each.hints.keeps_here for each in filled])
-        lacks = self.lacks(group, _hashes(filled), here=here)
-        lacks[lacks] = self._admits(group, [c for c, new in zip(filled, lacks, strict=True) if new])
-        return [each for each, lacking in zip(filled, lacks.tolist(), strict=True) if lacking]
+    def _lacking(self, group: int, filled: FilledBlocks) -> Ints:
+        """The places of the blocks to save: no engine has them (or hints ask for them in the own
+        arena), and the admission policy admits them."""
+        here = False if filled.hints is None else filled.mask(attrgetter("keeps_here"))
+        new = np.flatnonzero(self.lacks(group, filled.keys, here=here))
+        return new[self._admits(group, filled.at(new))] if len(new) else new
 
-    def _admits(self, group: int, new: list[Candidate]) -> Bools:
+    def _admits(self, group: int, new: FilledBlocks) -> Bools:
         """Which of these blocks the admission policy admits, or hints ask for."""
-        admitted = np.array([each.hints.asks_arena for each in new], bool)
-        others = [each for each in new if not each.hints.asks_arena]
+        admitted = new.mask(attrgetter("asks_arena"))
+        others = new if new.hints is None else new.at(np.flatnonzero(~admitted))
         with self._pool.lock:
-            prompts = np.array([each.prompt for each in others], np.int64)
             admitted[~admitted] = self._pool.admits(
-                group, _hashes(others), self._admission, prompts
+                group, others.keys, self._admission, others.prompts
             )
-        self._stats.count("blocks_passed_over", int(np.count_nonzero(~admitted)))
+        self._stats.count("blocks_passed_over", len(admitted) - int(np.count_nonzero(admitted)))
         return admitted
 
     def kept(self, job_id: int, failure: str | None) -> None:
@@ -480,10 +495,6 @@ class HostBlocks:
         """Stop sharing, and close the index. Idempotent."""
         self._neighbours.close()
         self._own.index.close()
-
-
-def _hashes(candidates: Iterable[Candidate]) -> list[bytes]:
-    return [each.block_hash for each in candidates]
 
 
 def _padded(found: Ints, wanted: Wanted, value: int) -> Ints:

@@ -61,6 +61,10 @@ class SharedPrompt:
     thoughts: Thoughts | None = None  # from which on its answer is not kept; None: keep all of it
     fills_at: int = 0  # number of computed tokens at which its next block fills
     keeps: int = 0  # jobs that save its blocks to the arena; an estimate
+    kept_with: int = 0  # which of the times that `PrefixSaves` considers blocks has its latest ones
+    number: int = 0  # a small one, for `Candidate.prompt`
+    answers: bool = False  # what it computes from now on are tokens of its answer
+    scheduled: bool = False  # vLLM has computed tokens of it since it allocated blocks
     due: int = 0  # the step in which `PrefixSaves` checks whether a block has filled
     hashes: list[list[bytes]] = field(default_factory=list)  # vLLM's, of each group
     names: list[list[bytes]] = field(default_factory=list)  # of the same blocks; see `block_names`

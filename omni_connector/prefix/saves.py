@@ -7,25 +7,35 @@ held: it is copied later if vLLM still finds it by its hash.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from omni_connector.copy.ledger import CANCELLED, CopyLedger, CopyWork, RequestBlocks
+from omni_connector.copy.ledger import (
+    CANCELLED,
+    CopyLedger,
+    CopyWork,
+    EngineBlock,
+)
 from omni_connector.copy.prefix_jobs import StoreSaveSpec
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, whole_blocks
 from omni_connector.prefix.block_changes import BlockChanges
-from omni_connector.prefix.hints import Candidate
+from omni_connector.prefix.hints import NO_HINTS, Candidate, FilledBlocks, Hints
 from omni_connector.prefix.host_blocks import MAX_IN_ORDER, HostBlocks
 from omni_connector.prefix.key_prefix import KeyPrefix
 from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
 from omni_connector.runtime.bounded import ExpiringSet
 from omni_connector.runtime.context import EngineContext
 from omni_connector.stores.shared_blocks import BlockName
+
+BlocksOf = Callable[[str], Sequence[Sequence[EngineBlock]]]
+"""Returns the blocks of a request, by vLLM's groups."""
 
 # Copies under way hold at most 1/4 of the KV blocks, so that requests have room.
 _HELD_PART: Final = 4
@@ -41,9 +51,11 @@ _RECENT_S: Final = 30.0
 # a request. One that takes longer waits for the store.
 _COPY_S: Final = 0.1
 
-# If a prompt has more new blocks than this, the indexes are asked before a `Candidate` is made of
-# each. Most blocks of a long prompt that vLLM's own cache had are in an arena already.
+# Filled blocks are considered together: when there are so many of them, or when so many steps have
+# passed since the first of them filled, or when the engine has nothing to compute. To consider many
+# blocks costs the engine's thread little more than to consider one.
 _MANY: Final = 64
+_LATEST: Final = 16
 
 # Steps after which vLLM knows whether a load by another connector has succeeded; if it has not,
 # vLLM recomputes the blocks. Until then other requests find the blocks in vLLM's own cache, so
@@ -53,9 +65,48 @@ _LOADED: Final = 3
 # More tokens than any request has: no block fills any more that is kept.
 _NEVER: Final = 1 << 62
 
-# Steps from one look for blocks of answers to the next: to copy a few blocks costs the scheduler
-# hardly more than to copy one. The last block of an answer that ends before is not kept.
+# Blocks of answers are looked for in steps whose number is a multiple of this, so that blocks of
+# many answers are considered in one step.
 _TOGETHER: Final = 4
+
+# Tokens by which an answer grows between two looks for its full blocks. The last blocks are looked
+# for when the answer ends.
+_ANSWER_TOKENS: Final = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Column:
+    """Blocks of one group that have filled, in the order of their requests and tokens.
+
+    Attributes:
+        keys, hashes, block_ids: of each block.
+        runs: of consecutive blocks of one request: their number, the request's, its tenant, and its
+            hints.
+    """
+
+    keys: list[bytes] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    runs: list[tuple[int, int, int, Hints]] = field(default_factory=list)
+
+    def blocks(self) -> FilledBlocks:
+        """All of them, each key once, with the hints of all its requests."""
+        numbers = np.array([run[:3] for run in self.runs], np.int64).reshape(-1, 3)
+        prompts, tenants = np.repeat(numbers[:, 1:], numbers[:, 0], axis=0).T
+        hints: list[Hints] | None = None
+        if any(run[3] is not NO_HINTS for run in self.runs):
+            hints = [run[3] for run in self.runs for _ in range(run[0])]
+        block_ids = np.array(self.block_ids, np.int64)
+        blocks = FilledBlocks(self.keys, self.hashes, block_ids, prompts, tenants, hints)
+        places = {key: place for place, key in enumerate(self.keys)}
+        if len(places) == len(self.keys):
+            return blocks
+        if hints is not None:
+            joined: dict[bytes, Hints] = {}
+            for key, asked in zip(self.keys, hints, strict=True):
+                joined[key] = asked.joined(joined.get(key, asked))
+            blocks = replace(blocks, hints=[joined[key] for key in self.keys])
+        return blocks.at(np.sort(np.fromiter(places.values(), np.int64, len(places))))
 
 
 class PrefixSaves:
@@ -78,6 +129,7 @@ class PrefixSaves:
         stores: whether blocks are stored: not while no other engine could find them.
         waiting: blocks to copy in later steps, which may be steps without tokens. A finished prompt
             stands behind its last waiting block.
+        num_filled: blocks that have filled and are not considered yet.
     """
 
     def __init__(
@@ -102,15 +154,24 @@ class PrefixSaves:
         self._due: dict[int, dict[SharedPrompt, None]] = {}
         # Whether all blocks are still there a few steps after they have filled. Else a block may
         # have left its window, or hold a later state.
-        lasting = all(
+        self._lasting = all(
             shape.attention_type == "all"
             or (
                 shape.attention_type == "window"
-                and shape.window > _TOGETHER * tokens_a_step + groups.tokens_ahead
+                and shape.window > _ANSWER_TOKENS + _TOGETHER * tokens_a_step + groups.tokens_ahead
             )
             for shape in groups.shapes
         )
-        self._together = _TOGETHER if lasting else 1
+        self._together = _TOGETHER if self._lasting else 1
+        # Whether filled blocks may be considered in later steps. A block is recognized then by
+        # vLLM's hash, which with a drafter does not cover all that its KV was computed from.
+        self._batches = self._lasting and not groups.tokens_ahead
+        # Beyond the tokens that fill one block.
+        most = max(shape.block_size for shape in groups.shapes)
+        self._answer_tokens = max(0, _ANSWER_TOKENS - most)
+        if stores or not self._batches:
+            self._answer_tokens = 0
+        self._first_looks = cycle(range(0, self._answer_tokens + 1, 5))
         self._prefix = prefix
         self._host = host
         self._has_store = stores
@@ -130,12 +191,24 @@ class PrefixSaves:
         # Values of `Candidate.prompt`, so that waiting blocks of different prompts differ.
         self._prompt_numbers = cycle(range(1024))
         self._sent = ExpiringSet[BlockName](_RECENT_S, context.clock)
+        # Blocks that have filled and are not considered yet, by group; the step in which the first
+        # of them filled; how often blocks were considered; and the prompts that have ended since.
+        self._filled = [_Column() for _ in groups.shapes]
+        self.num_filled = 0
+        self._filled_since = 0
+        self._considered = 0
+        self._over: list[SharedPrompt] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step without tokens would start copies."""
+        return bool(self.waiting or self.num_filled)
 
     def build(
         self,
         meta: CopyWork,
         scheduled: Mapping[str, int],
-        blocks_of: Callable[[str], RequestBlocks],
+        blocks_of: BlocksOf,
     ) -> None:
         """Add this step's saves to `meta`.
 
@@ -143,37 +216,63 @@ class PrefixSaves:
             scheduled: tokens that this step computes, by request.
             blocks_of: returns the blocks of a request.
         """
-        filled: dict[tuple[int, bytes], Candidate] = {}
         self._step += 1
         for prompt in self._due.pop(self._step, ()):
             request, steps = prompt.request, 1
             # Until it is scheduled, its blocks may be those of a load under way.
             if tokens := scheduled.get(request.request_id):
-                had, prompt.had = prompt.had, None
+                had, prompt.had, prompt.scheduled = prompt.had, None, True
                 if had is not None:  # vLLM has just admitted it
                     if request.num_computed_tokens > had:
-                        self._doubtful_until = self._step + _LOADED
+                        self._doubt(blocks_of(request.request_id), had)
                     if self._step <= self._doubtful_until:
                         self.look_at(prompt, _LOADED)
                         continue
                 end = request.num_computed_tokens + tokens
                 if end >= prompt.fills_at:
-                    self._save(meta, next(self._prompt_numbers), prompt, end, blocks_of, filled)
+                    self._save(meta, prompt, end, blocks_of)
                 lacks = prompt.fills_at - max(end, request.num_tokens)
                 if lacks > 0:  # only tokens of its answer will fill the next block
+                    if prompt.answers:
+                        lacks += self._answer_tokens
+                    elif self._answer_tokens:
+                        # Else the blocks of answers that began together would fill one step.
+                        lacks += next(self._first_looks)
+                    prompt.answers = True
                     steps = -(-lacks // self._tokens_a_step)
-                    if not prompt.hints.asks_arena:
-                        steps += -(self._step + steps) % self._together
+                    steps += -(self._step + steps) % self._together
             self.look_at(prompt, steps)
         if self._host is None:
             return
-        if self.waiting:
+        if self.num_filled and (
+            not scheduled
+            or not self._batches
+            or self.num_filled >= _MANY
+            or self._step >= self._filled_since + _LATEST
+        ):
+            self._consider(meta, self._host)
+        elif self.waiting:
             self._keep_waiting(meta, self._host)
-        new = list(filled.values())
+
+    def _consider(self, meta: CopyWork, host: HostBlocks) -> None:
+        """Keep the blocks that have filled since the last time."""
+        filled, over = self._filled, self._over.copy()
+        self.forget_filled()
+        self._considered += 1
+        new = [each.blocks() for each in filled]
+        # Since an earlier step vLLM may have freed blocks, and given them to others.
+        unsure = self._filled_since != self._step
+        if self.waiting:
+            self._keep_waiting(meta, host)
         if self.waiting:  # new blocks that may wait queue up behind
-            self._keep(meta, self._host, [each for each in new if each.hints.keeps_here], 0)
-            new = [each for each in new if not each.hints.keeps_here]
-        self._keep(meta, self._host, new, self._max_held - self.num_held)
+            asked = [np.flatnonzero(each.mask(attrgetter("keeps_here"))) for each in new]
+            pairs = list(zip(new, asked, strict=True))
+            self._keep(meta, host, [each.at(places) for each, places in pairs], 0, unsure)
+            others = [np.setdiff1d(np.arange(len(each)), places) for each, places in pairs]
+            new = [each.at(places) for each, places in zip(new, others, strict=True)]
+        self._keep(meta, host, new, self._max_held - self.num_held, unsure)
+        for prompt in over:
+            self._leave(prompt)
 
     def look_at(self, prompt: SharedPrompt, steps: int = 1) -> None:
         """Check after `steps` steps whether blocks of a prompt have filled."""
@@ -182,9 +281,36 @@ class PrefixSaves:
             prompt.due = self._step + steps
             self._due.setdefault(prompt.due, {})[prompt] = None
 
-    def finish(self, prompt: SharedPrompt) -> None:
-        """The prompt's request has ended."""
+    def finish(self, prompt: SharedPrompt, blocks_of: BlocksOf | None) -> None:
+        """The prompt's request has ended; vLLM still has its blocks.
+
+        Args:
+            blocks_of: as for `build`; None where it is not known with which weights the last blocks
+                were computed: they are not kept.
+        """
         self._forget(prompt)
+        if self._host is None:
+            return
+        request = prompt.request
+        # The last token of an answer is not computed.
+        end = min(request.num_computed_tokens, request.num_tokens - 1)
+        if (
+            blocks_of is not None
+            and self._batches
+            and prompt.scheduled
+            and prompt.had is None
+            and not prompt.jobs
+            and prompt.hints.cache != "no"
+            and self._step > self._doubtful_until
+            and end >= prompt.fills_at
+        ):
+            self._fill(prompt, end, blocks_of)
+        if self.num_filled:
+            self._over.append(prompt)
+        else:
+            self._leave(prompt)
+
+    def _leave(self, prompt: SharedPrompt) -> None:
         if self.waiting and prompt.hints.keeps_here:
             self.waiting.append(prompt)
         else:
@@ -214,22 +340,59 @@ class PrefixSaves:
             if isinstance(first, SharedPrompt):
                 over.append(first)
             elif len(turn) < room and (name := (first.group, first.block_hash)) not in turn:
-                whose = self._group_ids[first.group]
-                there = self._hash_of(whose, first.block_id) == first.cached_as
-                turn[name] = first if there else replace(first, block_id=NULL_BLOCK_ID)
+                turn[name] = first
             else:
                 break
             self.waiting.popleft()
-        self._keep(meta, host, list(turn.values()), room)
+        of_groups: list[list[Candidate]] = [[] for _ in self._groups]
+        for each in turn.values():
+            of_groups[each.group].append(each)
+        self._keep(meta, host, [FilledBlocks.of(each) for each in of_groups], room, unsure=True)
         for prompt in over:
             self._put_in_order(prompt)
 
-    def _keep(self, meta: CopyWork, host: HostBlocks, filled: list[Candidate], most: int) -> None:
-        if not filled:
+    def _doubt(self, blocks: Sequence[Sequence[EngineBlock]], had: int) -> None:
+        """A connector beside this one loads blocks of a request, from the token `had` on.
+
+        They may have had the same hashes before, and may be entered here with them.
+        """
+        self._doubtful_until = self._step + _LOADED
+        loaded = [
+            {each.block_id for each in blocks[whose][had // shape.block_size :]}
+            for shape, whose in zip(self._groups, self._group_ids, strict=True)
+        ]
+        for column, ids in zip(self._filled, loaded, strict=True):
+            column.block_ids = [NULL_BLOCK_ID if i in ids else i for i in column.block_ids]
+        for place, each in enumerate(self.waiting):
+            if isinstance(each, Candidate) and each.block_id in loaded[each.group]:
+                self.waiting[place] = replace(each, block_id=NULL_BLOCK_ID)
+
+    def _there(self, group: int, blocks: FilledBlocks) -> NDArray[np.bool_]:
+        """Which of these blocks vLLM's own prefix cache still finds."""
+        whose = self._group_ids[group]
+        pairs = zip(blocks.block_ids.tolist(), blocks.cached_as, strict=True)
+        there = (self._hash_of(whose, each) == name for each, name in pairs)
+        return np.fromiter(there, bool, len(blocks))
+
+    def _keep(
+        self,
+        meta: CopyWork,
+        host: HostBlocks,
+        filled: Sequence[FilledBlocks],
+        most: int,
+        unsure: bool,
+    ) -> None:
+        """Start a job that copies blocks to the arena.
+
+        Args:
+            unsure: whether vLLM may have evicted some of them.
+        """
+        if not any(map(len, filled)):
             return
         # More waiting blocks than vLLM has blocks cannot all be in vLLM's cache.
         max_waiting = self._num_blocks - len(self.waiting)
-        spec, dropped, waiting = host.keep(filled, most, max_waiting)
+        there = self._there if unsure else _all_there
+        spec, dropped, waiting = host.keep(filled, most, max_waiting, there)
         self.waiting += waiting
         if dropped:
             self._stats.count("blocks_dropped", dropped)
@@ -248,19 +411,21 @@ class PrefixSaves:
         host.keeping[job_id] = spec
         meta.saves[job_id] = spec
 
-    def _save(
-        self,
-        meta: CopyWork,
-        prompt_number: int,
-        prompt: SharedPrompt,
-        computed: int,
-        blocks_of: Callable[[str], RequestBlocks],
-        kept: dict[tuple[int, bytes], Candidate],
-    ) -> None:
-        groups: list[tuple[int, list[int]]] = []
-        hashes: list[bytes] = []
-        number, blocks = 0, None
-        tenant, hints = prompt.tenant, prompt.hints
+    def _fill(
+        self, prompt: SharedPrompt, computed: int, blocks_of: BlocksOf
+    ) -> list[tuple[int, list[bytes], list[int]]]:
+        """Enter the blocks of a prompt that have filled since the last time.
+
+        Args:
+            computed: tokens of the prompt that are computed with this step.
+
+        Returns:
+            For each group the index of the first block, names, and ids of the blocks, null blocks
+            in the place of blocks that vLLM's prefix cache does not find.
+        """
+        parts: list[tuple[int, list[bytes], list[int]]] = []
+        blocks: Sequence[Sequence[EngineBlock]] | None = None
+        fills_at: list[int] = []
         kept_tokens = prompt.kept_tokens(computed)
         for g, shape in enumerate(self._groups):
             first = prompt.sent[g]
@@ -271,58 +436,87 @@ class PrefixSaves:
             if filled:
                 prompt.sent[g] = first + len(filled)
                 if blocks is None:
-                    blocks = blocks_of(prompt.request.request_id).blocks
+                    blocks = blocks_of(prompt.request.request_id)
                 table = blocks[self._group_ids[g]][first : first + len(filled)]
-                part = [each.block_id for each in table]
-                hash_of = partial(self._hash_of, self._group_ids[g])
-                part = whole_blocks(shape, part, filled, hash_of)
+                block_ids = [each.block_id for each in table]
+                if shape.attention_type != "all":
+                    hash_of = partial(self._hash_of, self._group_ids[g])
+                    block_ids = whole_blocks(shape, block_ids, filled, hash_of)
                 if self._host is not None:
-                    keys, lacking = prompt.keys(names), range(len(filled))
-                    if len(filled) > _MANY and not hints.asks_arena:
-                        lacking = np.flatnonzero(self._host.lacks(g, keys, here=False)).tolist()
-                    new: list[tuple[int, bytes, bytes]] = []
-                    for i in lacking:
-                        key, block_id = keys[i], part[i]
-                        if block_id != NULL_BLOCK_ID:
-                            one = Candidate(
-                                g, key, block_id, prompt_number, tenant, hints, filled[i]
-                            )
-                            if (other := kept.get((g, key))) is not None:
-                                joined = hints.joined(other.hints)
-                                one = replace(one, prompt=other.prompt, hints=joined)
-                            kept[g, key] = one
-                            new.append((first + i, key, filled[i]))
-                    if self._changes is not None:
-                        told = {index for index, _, _ in new}
-                        new += [
-                            (i, key, filled[i - first])
-                            for i, key in enumerate(keys, first)
-                            if i not in told and self._changes.unreported(g, key)
-                        ]
-                        self._changes.filled(prompt.request, g, sorted(new))
-                if self._has_store and self.stores:
-                    most = self._max_held - self.num_held - number
-                    block_ids, stored = self._stored(prompt, g, first, names, part, most)
-                    number += stored
-            groups.append((first, block_ids))
-            hashes += names
-        if hashes and self._host is not None:
-            prompt.keeps += 1 + hints.keeps_here  # waiting blocks make a second job
-        filled_at = min(
-            (sent + 1) * shape.block_size
-            for sent, shape in zip(prompt.sent, self._groups, strict=True)
-        )
+                    self._note(prompt, g, first, filled, names, block_ids)
+            fills_at.append((prompt.sent[g] + 1) * shape.block_size)
+            parts.append((first, names, block_ids))
+        filled_at = min(fills_at)
         if kept_tokens < min(computed, filled_at):
             filled_at = _NEVER
             self._stats.count("answers_cut")
         prompt.fills_at = filled_at + self._tokens_ahead
+        return parts
+
+    def _note(
+        self,
+        prompt: SharedPrompt,
+        group: int,
+        first: int,
+        hashes: list[bytes],
+        names: list[bytes],
+        block_ids: list[int],
+    ) -> None:
+        """Enter blocks of a group of a prompt that may be kept in the arena."""
+        keys = prompt.keys(names)
+        if self._changes is not None:
+            blocks = zip(keys, hashes, block_ids, strict=True)
+            told = [
+                (index, key, block_hash)
+                for index, (key, block_hash, block_id) in enumerate(blocks, first)
+                if block_id != NULL_BLOCK_ID or self._changes.unreported(group, key)
+            ]
+            self._changes.filled(prompt.request, group, told)
+        if NULL_BLOCK_ID in block_ids:
+            whole = [i for i, block_id in enumerate(block_ids) if block_id != NULL_BLOCK_ID]
+            keys, hashes = [keys[i] for i in whole], [hashes[i] for i in whole]
+            block_ids = [block_ids[i] for i in whole]
+        if not keys:
+            return
+        if not self.num_filled:
+            self._filled_since = self._step
+        if prompt.kept_with != self._considered or not prompt.keeps:
+            if not prompt.keeps:
+                prompt.number = next(self._prompt_numbers)
+            prompt.keeps += 1 + prompt.hints.keeps_here  # waiting blocks make a second job
+            prompt.kept_with = self._considered
+        column = self._filled[group]
+        column.keys += keys
+        column.hashes += hashes
+        column.block_ids += block_ids
+        column.runs.append((len(keys), prompt.number, prompt.tenant, prompt.hints))
+        self.num_filled += len(keys)
+
+    def _save(
+        self,
+        meta: CopyWork,
+        prompt: SharedPrompt,
+        computed: int,
+        blocks_of: BlocksOf,
+    ) -> None:
+        """Enter the blocks that have filled, and start their copies to the store."""
+        parts = self._fill(prompt, computed, blocks_of)
+        if not (self._has_store and self.stores):
+            return
+        groups: list[tuple[int, list[int]]] = []
+        number = 0
+        for g, (first, names, part) in enumerate(parts):
+            most = self._max_held - self.num_held - number
+            block_ids, stored = self._stored(prompt, g, first, names, part, most)
+            number += stored
+            groups.append((first, block_ids))
         if not number:
             return
         self.num_held += number
         spec = StoreSaveSpec(
             blocks=BlockSpans.of(groups),
             prefix=prompt.key_prefix(self._prefix.current),
-            hashes=hashes,
+            hashes=[name for _, names, _ in parts for name in names],
         )
 
         def ended(failure: str | None) -> None:
@@ -362,4 +556,15 @@ class PrefixSaves:
         if self._host is not None:
             self._ledger.revoke(self._host.keeping)
         self.waiting.clear()
+        self.forget_filled()
         self._sent = ExpiringSet[BlockName](_RECENT_S, self._clock)
+
+    def forget_filled(self) -> None:
+        """Consider nothing that has filled until now."""
+        self._filled = [_Column() for _ in self._groups]
+        self.num_filled = 0
+        self._over.clear()
+
+
+def _all_there(group: int, blocks: FilledBlocks) -> NDArray[np.bool_]:
+    return np.ones(len(blocks), bool)

@@ -32,7 +32,7 @@ from omni_connector.prefix.loads import BlockTables, PrefixLoads
 from omni_connector.prefix.lookups import Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
-from omni_connector.prefix.saves import PrefixSaves
+from omni_connector.prefix.saves import BlocksOf, PrefixSaves
 from omni_connector.prefix.thinking import ThinkingTokens, Thoughts
 from omni_connector.runtime.context import EngineContext
 
@@ -250,6 +250,7 @@ class SharedPrefix:
         if prompt is None:
             return
         self.saves.look_at(prompt)
+        prompt.scheduled = False
         local, prompt.local, prompt.offered = prompt.local, None, 0
         prompt.sources.clear()
         if local is not None:
@@ -278,14 +279,19 @@ class SharedPrefix:
             meta.loads |= self.loads.queued
             self.loads.queued.clear()
 
-    def finish(self, request_id: str) -> None:
-        """The request is over. A load under way is told to stop."""
+    def finish(self, request_id: str, blocks_of: BlocksOf | None) -> None:
+        """The request is over. A load under way is told to stop.
+
+        Args:
+            blocks_of: returns the blocks of a request, which vLLM frees after this call; None where
+                the weights are not known.
+        """
         self._hints.pop(request_id, None)
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             return
         self.loads.revoke(prompt)
-        self.saves.finish(prompt)
+        self.saves.finish(prompt, blocks_of)
         if self._changes is not None and prompt.lookup is not None:
             for g, held in enumerate(prompt.lookup.held or ()):
                 blocks = list(zip(prompt.names[g], prompt.hashes[g], strict=True))

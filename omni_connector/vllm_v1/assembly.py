@@ -281,7 +281,12 @@ class _Assembly:
             events=self._events,
             calls=self._calls(shared),
             report=SchedulerReport(
-                self._stats, self._periodic_tasks, directory, self._status, self._serving
+                self._stats,
+                self._periodic_tasks,
+                directory,
+                self._status,
+                self._serving,
+                self._context.clock,
             ),
             serving=self._serving,
             alone=alone,

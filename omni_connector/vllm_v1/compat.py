@@ -275,3 +275,17 @@ def worker_stats(output: "KVConnectorOutput") -> OmniStats | None:
     if stats is not None and not isinstance(stats, OmniStats):
         stats = stats.data.get(CONNECTOR_NAME)  # MultiConnector's: its children's by name
     return stats if isinstance(stats, OmniStats) else None
+
+
+def take_worker_stats(output: "KVConnectorOutput") -> OmniStats | None:
+    """Take what the workers have counted out of a step's output; None if they counted nothing.
+
+    Else vLLM would carry it to the API server with this step. Some versions have looked at the
+    output before, so it is emptied, too.
+    """
+    stats = worker_stats(output)
+    if stats is None:
+        return None
+    if stats is output.kv_connector_stats:
+        output.kv_connector_stats = None
+    return stats.take()

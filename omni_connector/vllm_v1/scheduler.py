@@ -46,7 +46,7 @@ from omni_connector.runtime.trace import now
 from omni_connector.vllm_v1.compat import (
     cache_hit_source,
     hash_block_size,
-    worker_stats,
+    take_worker_stats,
 )
 from omni_connector.vllm_v1.control_calls import ControlCalls
 from omni_connector.vllm_v1.drafter import tokens_ahead
@@ -134,6 +134,8 @@ class OmniScheduler:
         self._trace = context.trace
         self._clock = context.clock
         self._manager = manager
+        # `KVCacheManager.get_blocks` makes an object of them, which costs as much as the rest.
+        self._blocks_of = manager.coordinator.get_blocks
         self._weights = weights
         self._ledger = ledger
         self._room = room
@@ -498,7 +500,7 @@ class OmniScheduler:
             scheduled = scheduler_output.num_scheduled_tokens
             self._shared.build(meta)
             if known:  # else nobody may have what is computed
-                self._shared.saves.build(meta, scheduled, self._manager.get_blocks)
+                self._shared.saves.build(meta, scheduled, self._blocks_of)
         meta.cancel = self._ledger.take_revoked()
         for request in scheduler_output.scheduled_new_reqs:
             self._report.prompt(len(request.prompt_token_ids or ()), request.num_computed_tokens)
@@ -511,7 +513,7 @@ class OmniScheduler:
     def update_output(self, output: "KVConnectorOutput") -> None:
         """Take the workers' reports."""
         self._trace.begin_each(output.finished_recving or (), "scheduling", after="load")
-        if (counted := worker_stats(output)) is not None:
+        if (counted := take_worker_stats(output)) is not None:
             self._report.workers(counted)
         report = output.kv_connector_worker_meta
         if output.invalid_block_ids and self._sender is not None:
@@ -579,7 +581,8 @@ class OmniScheduler:
             self._receiver.decline(request.kv_transfer_params or {})  # nothing was asked for yet
         self._adapters.ends(request.request_id)
         if self._shared is not None:
-            self._shared.finish(request.request_id)
+            blocks_of = self._blocks_of if self._weights.known else None
+            self._shared.finish(request.request_id, blocks_of)
         answer: dict[str, Any] | None = None
         if request.kv_transfer_params:
             if self._receiver is not None:
@@ -594,10 +597,11 @@ class OmniScheduler:
     def copying(self) -> bool:
         """Whether a later step has to free blocks that copies hold, to copy more, or to learn which
         weights the ranks have."""
+        known = self._weights.known
         return (
             bool(self._ledger)
-            or (not self._weights.known and self._learns_weights())
-            or (self._shared is not None and bool(self._shared.saves.waiting))
+            or (not known and self._learns_weights())
+            or (known and self._shared is not None and self._shared.saves.has_work)
         )
 
     def _learns_weights(self) -> bool:
@@ -664,7 +668,9 @@ class OmniScheduler:
         self._weights.attempted()
 
     def take_stats(self) -> OmniStats | None:
-        """What was counted since the last call; None when nothing changed."""
+        """What was counted; None when nothing changed, or if it is told in a later step."""
+        if self._serving.has_requests and not self._report.is_due:
+            return None
         if self._shared is not None:
             self._shared.count_failures()
         return self._report.take()

@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler half tells of an engine: counts and gauges to vLLM, all of them to `top`."""
 
+from collections.abc import Callable
+from typing import Final
+
 from omni_connector.handoff.leases import SlotDirectory
 from omni_connector.handoff.periodic_tasks import PeriodicTasks
 from omni_connector.handoff.serving import ServingState
 from omni_connector.net.status import StatusReport
 from omni_connector.runtime.metric_names import COUNTERS
 from omni_connector.vllm_v1.metrics import OmniStats
+
+_REPORT_S: Final = 0.25
+"""Seconds between two reports to vLLM while requests are under way. Each costs the engine core and
+the API server a few hundred microseconds."""
 
 
 class SchedulerReport:
@@ -18,6 +25,7 @@ class SchedulerReport:
         directory: of the slots that the gauges tell of; None where there is no arena.
         status: takes the counts of both halves, closed with this.
         serving: role and phase, which gauges tell too.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -27,6 +35,7 @@ class SchedulerReport:
         directory: SlotDirectory | None,
         status: StatusReport,
         serving: ServingState,
+        clock: Callable[[], float],
     ) -> None:
         self._stats = stats
         self._events = events
@@ -35,10 +44,19 @@ class SchedulerReport:
         self._serving = serving
         self._slot_counts: object = None  # those of the gauges
         self._service: object = None
+        self._of_workers = OmniStats()
+        self._clock = clock
+        self._next_report = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to tell vLLM what was counted, although another step will follow."""
+        return self._clock() >= self._next_report
 
     def workers(self, counted: OmniStats) -> None:
         """The workers have counted this."""
         self._status.add(counted.data)
+        self._of_workers.aggregate(counted)
 
     def prompt(self, tokens: int, cached: int) -> None:
         """See `StatusReport.prompt`."""
@@ -56,10 +74,14 @@ class SchedulerReport:
         if self._directory is not None:
             self._set_gauges(self._directory)
         self._set_service()
+        self._next_report = self._clock() + _REPORT_S
         taken = stats.take()
         if taken is not None:
             self._status.add(taken.data)
-        return taken
+        of_workers = self._of_workers.take()
+        if taken is None or of_workers is None:
+            return taken or of_workers
+        return of_workers.aggregate(taken)
 
     def _set_gauges(self, directory: SlotDirectory) -> None:
         if (counts := directory.counts()) == self._slot_counts:

@@ -284,6 +284,7 @@ TABLE: Final[tuple[UsedName, ...]] = (
     Attributes("vllm.v1.core.kv_cache_utils:KVCacheBlock", ("block_hash", "ref_cnt")),
     Attributes("vllm.v1.core.kv_cache_manager:KVCacheManager", ("block_pool", "coordinator")),
     Called("vllm.v1.core.kv_cache_manager:KVCacheManager.get_blocks", 1),
+    Called("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_blocks", 1),
     Called("vllm.v1.core.kv_cache_manager:KVCacheManager.free", 1),
     Called("vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks", 1),
     Called("vllm.v1.core.kv_cache_manager:KVCacheManager.reset_prefix_cache"),

@@ -2,7 +2,7 @@
 """Hints are read whatever they are, and what they ask keeps within its bounds."""
 
 from collections import Counter
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -15,6 +15,8 @@ from omni_connector.config import ALL_HINTS, HintName
 from omni_connector.prefix.hints import (
     MAX_PIN_S,
     NO_HINTS,
+    Candidate,
+    FilledBlocks,
     HintPolicy,
     Hints,
     read_hints,
@@ -165,6 +167,12 @@ def test_of_hints_those_are_followed_that_the_operator_allows(
     assert asked.allowed(names) == (followed, refused)
 
 
+def grant(policy: HintPolicy, hints: Hints, tenant: int, keys: list[bytes]) -> None:
+    """Follow the hints of one request."""
+    blocks = [Candidate(0, key, 1, tenant=tenant, hints=hints) for key in keys]
+    policy.grant(0, FilledBlocks.of(blocks))
+
+
 class HintMachine(RuleBasedStateMachine):
     """Keeping, hand-offs, hints, time, resets, in any order: bounds hold, and nothing is lost."""
 
@@ -232,7 +240,7 @@ class HintMachine(RuleBasedStateMachine):
     def grant(self, tenant: int, first: int, count: int, cache: str, pin_s: float) -> None:
         before = self.pool._order.pinned.copy()
         keys = self.keys(tenant, first, count)
-        self.policy.grant(Hints(cache, pin_s), tenant, 0, keys)
+        grant(self.policy, Hints(cache, pin_s), tenant, keys)
         for slot in np.flatnonzero(self.pool._order.pinned & ~before).tolist():
             self.until[slot] = 0.0
         for slot in self.pool.find(0, keys).tolist() if pin_s else ():
@@ -307,7 +315,7 @@ def test_of_two_pins_the_one_that_ends_later_counts(pins: list[float], stays: bo
     pool.filled(slots)
     pool.let_go(slots)
     for seconds in pins:
-        policy.grant(Hints(pin_s=seconds), 1, 0, [b"a"])
+        grant(policy, Hints(pin_s=seconds), 1, [b"a"])
     clock.advance(10)
     pool.end_pins(clock())
     assert pool.pinned(slots).all() == stays
@@ -365,7 +373,7 @@ def test_pinned_slots_of_a_hand_off_are_within_the_quota_of_their_tenant() -> No
     taken = pool.take([keys], [0])
     assert taken is not None
     pool.fill(0, keys, taken[0][0])
-    policy.grant(Hints(pin_s=5), 1, 0, keys)
+    grant(policy, Hints(pin_s=5), 1, keys)
     assert pool._kept_of[1] == 4
     assert pool.pinned(taken[0][0]).tolist() == [True, True, True, False]
     assert not len(pool.find(0, [b"a", b"b"]))
@@ -384,7 +392,7 @@ def test_the_end_of_a_prompt_goes_first_whatever_is_asked_for_it(asked: Hints) -
     clock, pool = FakeClock(), SlotPool(12)
     keys = [b"%d" % number for number in range(6)]
     full(pool, keys)
-    HintPolicy(pool, EngineContext(clock), 1.0, 1.0).grant(asked, 1, 0, keys)
+    grant(HintPolicy(pool, EngineContext(clock), 1.0, 1.0), asked, 1, keys)
     clock.advance(10)
     pool.end_pins(clock())
     others = iter(range(100))
@@ -403,14 +411,14 @@ def test_what_is_asked_to_stay_longer_takes_no_more_than_the_part_for_pins() -> 
     for number in range(8):
         keys = [b"%d/%d" % (number, block) for block in range(8)]
         full(pool, keys)
-        policy.grant(Hints("high"), 1, 0, keys)
+        grant(policy, Hints("high"), 1, keys)
         for prompt in honest:  # they are used again all the while
             slots = pool.find(0, prompt)
             pool.touch(slots, pool.generation[slots])
     assert sum(len(pool.find(0, keys)) for keys in honest) == 16
     assert pool.num_privileged == 16
     assert counts.of == {"high_refused": 48}
-    policy.grant(Hints(pin_s=5), 1, 0, honest[0])
+    grant(policy, Hints(pin_s=5), 1, honest[0])
     assert counts.of["pins_refused"] == 1
 
 
@@ -419,11 +427,11 @@ def test_what_is_favoured_gives_its_part_back_when_it_is_evicted() -> None:
     pool = SlotPool(8)
     policy = HintPolicy(pool, EngineContext(FakeClock(), stats=counts), 0.25, 1.0)
     full(pool, [b"a", b"b"])
-    policy.grant(Hints("high"), 1, 0, [b"a", b"b"])
+    grant(policy, Hints("high"), 1, [b"a", b"b"])
     full(pool, *([b"%d" % number] for number in range(100)))
     assert not len(pool.find(0, [b"a", b"b"]))
     assert (pool.num_privileged, pool.privileged_of(1)) == (0, 0)
-    policy.grant(Hints("high"), 2, 0, [b"99", b"98"])
+    grant(policy, Hints("high"), 2, [b"99", b"98"])
     assert (pool.num_privileged, counts.of) == (2, {})
 
 
@@ -435,7 +443,7 @@ def test_pins_of_many_times_are_looked_at_a_few_times_a_second() -> None:
     keys = [b"%d" % number for number in range(256)]
     full(pool, keys)
     for number, key in enumerate(keys):
-        policy.grant(Hints(pin_s=1 + number / 256), 1, 0, [key])
+        grant(policy, Hints(pin_s=1 + number / 256), 1, [key])
     ends = []
     for _ in range(2048):
         before = pool.num_pinned
@@ -446,3 +454,41 @@ def test_pins_of_many_times_are_looked_at_a_few_times_a_second() -> None:
     assert pool.num_pinned == 0
     assert len(ends) <= 6
     assert all(later - earlier >= 0.24 for earlier, later in pairwise(ends))
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(1, 3),
+        st.sampled_from([NO_HINTS, Hints("high"), Hints(pin_s=5), Hints("high", 9.0)]),
+        st.lists(st.integers(0, 11), max_size=4, unique=True),
+    ),
+    max_size=4,
+)
+
+
+@given(REQUESTS, st.sampled_from([0.25, 0.5, 1.0]))
+def test_hints_of_many_requests_are_followed_as_if_one_by_one(
+    asked: list[tuple[int, Hints, list[int]]], pin_part: float
+) -> None:
+    def told(together: bool) -> object:
+        pool, clock = SlotPool(10), FakeClock()
+        policy = HintPolicy(pool, EngineContext(clock), pin_part, 1.0)
+        for number in range(8):
+            slots = pool.keep(0, [b"%d" % number], 1, tenant=1 + number % 3).slots
+            pool.filled(slots)
+            pool.let_go(slots)
+        requests: list[list[Candidate]] = []
+        seen: set[int] = set()  # no block is named twice
+        for tenant, hints, keys in asked:
+            new = [each for each in keys if each not in seen]
+            seen.update(new)
+            requests.append(
+                [Candidate(0, b"%d" % key, 1, tenant=tenant, hints=hints) for key in new]
+            )
+        for blocks in [list(chain(*requests))] if together else requests:
+            policy.grant(0, FilledBlocks.of(blocks))
+        slots = np.arange(10)
+        ends = pool._pinned_until * pool.pinned(slots)
+        return pool.privileged(slots).tolist(), ends.tolist(), pool.num_privileged
+
+    assert told(together=True) == told(together=False)

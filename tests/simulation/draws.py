@@ -11,7 +11,7 @@ from tests.simulation.hints import hinted, overlong
 from tests.simulation.inputs import varied
 from tests.simulation.operators import operated
 from tests.simulation.plan import Event, Plan, blocks_of, groups_of
-from tests.simulation.scenes import filed, hosted, interrupted, sized, staged
+from tests.simulation.scenes import busy, filed, hosted, interrupted, sized, staged
 from tests.simulation.trainers import trained
 
 _FAMILIES: Final = (
@@ -50,6 +50,7 @@ def plan_of(seed: int) -> Plan:
     scene = staged(plan, random.Random(f"scene {seed}"))
     if scene is plan:
         scene = hosted(plan, random.Random(f"host {seed}"))
+        scene = busy(scene, random.Random(f"busy {seed}"))
     native = random.Random(f"native {seed}").random() >= _WITHOUT_NATIVE_OFTEN
     plan = hinted(filed(scene, random.Random(f"files {seed}")), random.Random(f"hints {seed}"))
     plan = overlong(plan, random.Random(f"overlong {seed}"))

@@ -7,7 +7,7 @@ engine's index lists, and with which slots the engine says to be pinned.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -90,7 +90,9 @@ class Promises:
         self._wishes = wishes
         self._copies_fail = copies_fail
         self._beginnings: tuple[bytes, ...] = ()
-        self._filled: Counter[tuple[str, int]] = Counter()  # blocks that were looked at
+        self._filled: Counter[tuple[str, int]] = Counter()  # blocks of each request and group
+        self._looked_at: Counter[tuple[str, int]] = Counter()  # of these, by the engine
+        self._running: dict[str, Any] = {}  # requests as of the step before, by id
         self._went_on: set[str] = set()  # requests that a reset has come in between
         self._asked: set[int] = set()  # tags of blocks to be pinned, of these weights
         self._pinned: set[int] = set()  # tags of pinned blocks
@@ -124,14 +126,20 @@ class Promises:
         late, self._late = self._late, []
         for request_id, wish, g, keys, dropped in late:
             self._asks(half, request_id, wish, g, keys, now, before, dropped=dropped)
+        requests = self._engine.scheduler.requests
+        ended = [each for name, each in self._running.items() if name not in requests]
+        self._running = dict(requests)
+        for request in ended:
+            self._ends(half, request, hosts)
         for request_id in self._engine.latest:
             request = self._engine.scheduler.requests.get(request_id)
             if request is None:
                 continue
             wish = self._wishes.given.get(request_id, NO_WISH)
-            for g, keys in self._newly_filled(half, request):
+            for _, keys in self._newly_filled(half, request):
                 self._remember(request, wish, keys)
-                if hosts and (wish.prefetch or wish.pin_s):
+            if hosts and (wish.prefetch or wish.pin_s):
+                for g, keys in self._newly_looked_at(half, request):
                     self._asks(half, request_id, wish, g, keys, now, before)
         self._nothing_unwanted(names, stored)
         if hosts:
@@ -151,18 +159,27 @@ class Promises:
             self._beginnings, self._resets = beginnings, resets
             self._went_on |= self._engine.scheduler.requests.keys()
             self._filled.clear()  # they may be filled anew, for other weights
+            self._looked_at.clear()
             self._late.clear()
             self._pins.clear()
             self._pinned.clear()
 
+    def _ends(self, half: Any, request: Any, hosts: bool) -> None:
+        """A request has ended, with which the engine may keep what has filled since the step before
+        its last one."""
+        wish = self._wishes.given.get(request.request_id, NO_WISH)
+        for _, keys in self._newly_filled(half, request):
+            self._remember(request, wish, keys)
+        if hosts and wish.pin_s:
+            for g, keys in _up_to(_filled(half, request), self._looked_at, half, request):
+                self._asked.update(inspection.tags_of_blocks(half, g, keys).tolist())
+
     def _newly_filled(self, half: Any, request: Any) -> Iterable[tuple[int, list[bytes]]]:
-        for g, (size, step) in enumerate(inspection.block_sizes(half)):
-            first = self._filled[request.request_id, g]
-            end = min(request.num_computed_tokens // size, len(request.block_hashes) // step)
-            if end > first:
-                self._filled[request.request_id, g] = end
-                hashes = request.block_hashes[(first + 1) * step - 1 : end * step : step]
-                yield g, [bytes(each) for each in hashes]
+        return _up_to(_filled(half, request), self._filled, half, request)
+
+    def _newly_looked_at(self, half: Any, request: Any) -> Iterable[tuple[int, list[bytes]]]:
+        looked_at = inspection.looked_at(half, request.request_id)
+        return _up_to(looked_at, self._looked_at, half, request)
 
     def _remember(self, request: Any, wish: Wish, keys: list[bytes]) -> None:
         hashes = [key[:_HASH_BYTES] for key in keys]
@@ -300,6 +317,24 @@ class Promises:
         most = self._engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks // 4
         if (held := inspection.being_kept(half)[1]) > max(1, most):
             raise Violation("beyond_bounds", f"copies of {self._engine.name} hold {held} blocks")
+
+
+def _filled(half: Any, request: Any) -> list[int]:
+    """How many blocks of a request are full, by group."""
+    return [request.num_computed_tokens // size for size, _ in inspection.block_sizes(half)]
+
+
+def _up_to(
+    ends: Sequence[int], passed: Counter[tuple[str, int]], half: Any, request: Any
+) -> Iterable[tuple[int, list[bytes]]]:
+    """The group and keys of a request's blocks before these ends that have not passed yet."""
+    for g, (end, (_, step)) in enumerate(zip(ends, inspection.block_sizes(half), strict=True)):
+        first = passed[request.request_id, g]
+        last = min(end, len(request.block_hashes) // step)
+        if last > first:
+            passed[request.request_id, g] = last
+            hashes = request.block_hashes[(first + 1) * step - 1 : last * step : step]
+            yield g, [bytes(each) for each in hashes]
 
 
 def arena_is_free(half: Any) -> bool:

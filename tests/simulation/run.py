@@ -384,7 +384,8 @@ def laboratory() -> Iterator[None]:
         (file_store, "_A_THREAD", 2),
         (file_folder, "_PARTS", 1),
         (saves, "_TOGETHER", 2),  # answers are short
-        (saves, "_MANY", 2),  # and so are prompts
+        (saves, "_ANSWER_TOKENS", 6),  # and so are windows
+        (saves, "_MANY", 12),  # more blocks than most prompts have
         (reading, "_FETCH_AGAIN_S", 0.02),  # each time, several threads act
         (time, "sleep", _no_sleep),
         *(

@@ -32,6 +32,7 @@ _STORED_OFTEN: Final = 0.3
 _LEFT_PINS_OFTEN: Final = 0.05
 _INTERRUPTED_OFTEN: Final = 0.3
 _BESIDE_OFTEN: Final = 0.06
+_BUSY_OFTEN: Final = 0.08
 _READ_OFTEN: Final = 0.5
 _ASKING_S: Final = 0.02
 _AWHILE_S: Final = 30.0
@@ -572,6 +573,44 @@ _HOST_SCENES: Final[tuple[Callable[[Plan, random.Random], Plan], ...]] = (
     _resets,
     _stopped,
 )
+
+
+def busy(plan: Plan, draw: random.Random) -> Plan:
+    """The same with an engine that always computes and has hardly room for two requests, for some
+    of the plans whose engines share blocks of full attention; the plan itself for the others.
+
+    What one request has filled is considered for the arena when others have its blocks, and another
+    engine is asked for the same prompts later.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    if draw.random() >= _BUSY_OFTEN or not all(
+        each.hosts and set(GROUPS[each.family]) == {"full"} for each in plan.engines
+    ):
+        return plan
+    first, other = (each.name for each in plan.engines[:2])
+    happens: _Happens = []
+    for _ in range(2):
+        happens.append((300, "serve", serve(first, (draw.randrange(3), 5), 20)))
+        for family in draw.sample(range(3), 3):
+            happens.append((draw.choice((3, 10, 30)), "serve", serve(first, (family, 37), 1)))
+            happens.append((3, "serve", serve(first, (draw.randrange(3), 5), 20)))
+        if draw.random() < 0.3:
+            happens.append((draw.choice((3, 10)), "preempt", {"engine": first}))
+        for family in range(3):
+            happens.append((draw.choice((100, 300)), "serve", serve(other, (family, 37))))
+    engines = tuple(
+        replace(
+            each,
+            blocks=blocks_of(each.family, each.block_size, draw.choice((2, 4, 8))),
+            slots=max(each.slots, 40 * groups_of(each.family)),
+            seqs=max(each.seqs, 4),
+            step_s=0.0,
+        )
+        for each in plan.engines
+    )
+    return replace(plan, engines=engines, events=_events(happens), pace=0.0002, trouble={})
 
 
 def _served(plan: Plan, draw: random.Random, number: int) -> _Happens:

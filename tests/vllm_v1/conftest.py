@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from omni_connector.vllm_v1 import connector
+from omni_connector.vllm_v1 import connector, scheduler_report
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS
 from tests.toy import write_model
 
@@ -38,7 +38,13 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def engine(model: Path, runtime: Path) -> Iterator[MakeEngine]:
+def told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines tell in each step what they have counted."""
+    monkeypatch.setattr(scheduler_report, "_REPORT_S", 0.0)
+
+
+@pytest.fixture
+def engine(model: Path, runtime: Path, told_at_once: None) -> Iterator[MakeEngine]:
     """Makes engines, and at the end of the test stops them and sees what they leave behind."""
     made: list[InProcessEngine] = []
     others = connector_threads()  # of a test that failed, which is enough said of it

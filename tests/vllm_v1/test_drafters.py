@@ -11,6 +11,7 @@ import pytest
 
 from omni_connector.errors import ConfigError
 from omni_connector.vllm_v1.drafter import drafter_id, require_supported_drafter, tokens_ahead
+from tests import inspection
 from tests.toy import BLOCK, DRAFTED
 from tests.toy_runner import WrongBytes
 
@@ -130,6 +131,21 @@ def test_a_shared_block_is_that_of_the_same_next_tokens(engine, drafter, drafts)
     sharer.generate([*shared, *prompt(9, 9)], 1)
     # Of the last block the drafter's KV depends on the token after it.
     assert sharer.stats.data["counts"].get("tokens_kept", 0) - before == 2 * BLOCK
+
+
+def test_beside_a_drafter_a_block_is_considered_while_its_request_has_it(engine):
+    """vLLM's hash of a block may be that of a later block with other next tokens."""
+    options = {"family": "full and drafter", "drafter": "mtp", "drafts": 1}
+    extra = {"share": True, "admission": "all"}
+    alone = engine("kv_both", extra=extra, instant_copies=True, **options)
+    alone.submit(prompt(3), max_tokens=60)
+    alone.submit(prompt(6 * BLOCK), max_tokens=1)
+    entered: list[int] = []
+    while not alone.usage[1]:
+        alone.step()
+        entered.append(inspection.prefix_saves(alone.half).num_filled)
+    assert set(entered) == {0}
+    assert alone.scheduler.running
 
 
 def drafter(engine, *changes):

@@ -400,7 +400,7 @@ def test_a_reset_fails_where_a_rank_does_not_answer(engine, log):
     sharer = engine("kv_both", ranks=2, extra=SHARES)
     held = sharer.hold(saves=True)
     request_id = sharer.submit(PROMPT)
-    sharer.run(lambda: sharer.done(request_id))
+    sharer.run(lambda: sharer.done(request_id) and held.waiting.is_set())
     inspection.end_answers(sharer.workers[1])
     assert not sharer.scheduler.reset_prefix_cache()
     assert ["not reset" in line for line in log] == [True]

@@ -639,8 +639,13 @@ def ask(engine, params, tokens=LONG, **options):
     """Have an engine compute a prompt that it has, while no copy ends; returns the copier."""
     held = engine.hold(saves=True)
     request_id = engine.submit(tokens, params=params, **options)
-    engine.run(lambda: engine.done(request_id))
+    engine.run(lambda: engine.done(request_id) and not new(engine))
     return held
+
+
+def new(engine):
+    """How many blocks have filled that an engine has not considered yet."""
+    return inspection.prefix_saves(engine.half).num_filled
 
 
 def under_way(engine):
@@ -738,6 +743,69 @@ def test_what_waits_is_void_with_its_weights(small):
     held.open()
     assert_clean(alone)
     assert (kept(alone), pinned(alone), alone.usage) == (0, 0, (0, 0, 0))
+
+
+SHORT = LONG[: 8 * BLOCK]
+
+
+@pytest.fixture
+def busy(sharer):
+    """An engine of 41 KV blocks that computes another request all the time, and has just computed
+    `SHORT`. Its blocks have filled, and a later step considers them for the arena."""
+    alone = sharer(extra=slots(64), usable_blocks=40, instant_copies=True)
+    alone.submit(prompt(3, seed=9), max_tokens=60, params=hints(cache="no"))
+    request_id = alone.submit(SHORT, max_tokens=1)
+    alone.run(lambda: alone.done(request_id))
+    assert (new(alone), kept(alone)) == (8, 0)
+    return alone
+
+
+def test_what_has_filled_is_kept_though_the_engine_does_not_rest(busy, sharer):
+    busy.run(lambda: not new(busy))
+    busy.run(lambda: kept(busy) == 8)
+    assert busy.scheduler.running
+    assert brought(sharer, SHORT) == 8
+
+
+def test_an_engine_rests_with_nothing_that_has_filled_after_a_reset(sharer):
+    alone = sharer(extra=slots(64), instant_copies=True)
+    request_id = alone.submit(SHORT, max_tokens=1)
+    alone.run(lambda: alone.done(request_id))
+    assert new(alone) == 8
+    assert alone.scheduler.reset_prefix_cache()
+    assert_clean(alone)
+    assert (new(alone), kept(alone)) == (0, 0)
+
+
+def test_what_has_filled_is_void_with_its_weights(busy):
+    busy.half.reset_cache()
+    assert new(busy) == 0
+    busy.run(lambda: not busy.scheduler.requests)
+    assert_clean(busy)
+    assert (kept(busy), busy.usage) == (0, (0, 0, 0))
+
+
+def test_what_has_filled_is_not_read_from_blocks_that_vllm_has_given_to_others(
+    busy, sharer, tokens
+):
+    other = busy.submit(prompt(36 * BLOCK, seed=1), max_tokens=1, params=hints(cache="no"))
+    busy.run(lambda: busy.done(other))
+    assert new(busy) == 8
+    busy.run(lambda: not busy.scheduler.requests)
+    assert_clean(busy)
+    dropped = busy.count("blocks_dropped")
+    assert 0 < dropped == 8 - kept(busy)
+    second = sharer()
+    assert second.generate([*SHORT, 5], 6).tokens == tokens([*SHORT, 5], 6)
+
+
+def test_what_has_filled_is_not_read_from_blocks_that_another_connector_loads(busy):
+    inspection.doubt(
+        busy.half, 5 * BLOCK
+    )  # as if vLLM had given them to a prompt that begins alike
+    busy.run(lambda: not busy.scheduler.requests)
+    assert_clean(busy)
+    assert (kept(busy), busy.count("blocks_dropped")) == (5, 3)
 
 
 def test_the_end_of_what_was_kept_in_parts_goes_first(small, sharer):
@@ -926,7 +994,7 @@ def test_hints_in_vllm_xargs_change_no_hand_off(sharer, tokens):
 def test_of_a_prompt_that_still_runs_the_end_goes_first(sharer):
     first = sharer(instant_copies=True)
     asked = prompt(4 * BLOCK, seed=7)
-    request_id = first.submit(asked, max_tokens=5)
+    request_id = first.submit(asked, max_tokens=40)
     first.run(lambda: kept(first) == 4)
     assert not first.done(request_id)
     pool = inspection.pool(first.half)

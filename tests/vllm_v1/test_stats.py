@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.metrics.stats import SchedulerStats
 
 from omni_connector.runtime.metric_names import COUNTERS, GAUGES, SECONDS
+from omni_connector.vllm_v1 import scheduler_report
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from omni_connector.vllm_v1.metrics import OmniStats
 from tests import inspection
@@ -174,6 +175,31 @@ def test_vllm_itself_carries_the_stats(engine):
     assert totals.data["counts"]["handoffs_offered"] == 1
     assert totals.data["gauges"]["slots_in_use"] == 5
     assert totals.data["taken"]["gauges"] >= began
+
+
+def test_counts_are_told_now_and_then_while_requests_run_and_at_once_at_their_end(
+    engine, monkeypatch
+):
+    monkeypatch.setattr(scheduler_report, "_REPORT_S", 1e9)
+    sharer = engine("kv_both", extra={"share": True, "admission": "second_hit"})
+    sharer.submit(PROMPT, max_tokens=3 * BLOCK)
+    told: list[tuple[bool, bool]] = []
+    number = 0
+    make_stats = sharer.scheduler.make_stats
+
+    def noted(*args, **kwargs):
+        nonlocal number
+        made = make_stats(*args, **kwargs)
+        stats = made.kv_connector_stats if made is not None else None
+        told.append((bool(sharer.scheduler.requests), stats is not None))
+        number += (stats or {}).get("counts", {}).get("blocks_passed_over", 0)
+        return made
+
+    sharer.scheduler.make_stats = noted
+    sharer.settle()
+    # The first step tells the gauges. Blocks are passed over a few steps later.
+    assert [stats for running, stats in told if running] == [True, *[False] * (3 * BLOCK - 2)]
+    assert number == (len(PROMPT) + 3 * BLOCK - 1) // BLOCK
 
 
 @pytest.mark.parametrize("part", ["counts", "seconds", "gauges"])

@@ -200,7 +200,7 @@ HINTS: Final = (
         "the slots of a copy whose request has gone take room for pins until the copy has ended",
         (
             "omni_connector.arena.slot_pool",
-            "        self._order.unused(lost)\n",
+            "            self._order.unused(lost)\n",
             "",
         ),
     ),
@@ -245,8 +245,8 @@ HINTS: Final = (
         "where new blocks are kept at second sight only, so are those that a request asks to keep",
         (
             "omni_connector.prefix.host_blocks",
-            "        admitted = np.array([each.hints.asks_arena for each in new], bool)\n"
-            "        others = [each for each in new if not each.hints.asks_arena]\n",
+            '        admitted = new.mask(attrgetter("asks_arena"))\n'
+            "        others = new if new.hints is None else new.at(np.flatnonzero(~admitted))\n",
             "        admitted = np.zeros(len(new), bool)\n        others = new\n",
         ),
     ),
@@ -264,8 +264,8 @@ HINTS: Final = (
         "blocks whose turn it is are copied although vLLM has given them to others",
         (
             "omni_connector.prefix.saves",
-            "                there = self._hash_of(whose, first.block_id) == first.cached_as\n",
-            "                there = True\n",
+            "        there = (self._hash_of(whose, each) == name for each, name in pairs)\n",
+            "        there = (True for _ in pairs)\n",
         ),
     ),
     mutant(
@@ -273,8 +273,8 @@ HINTS: Final = (
         "an engine without requests and copies makes no further step for blocks that wait",
         (
             "omni_connector.vllm_v1.scheduler",
-            " or (self._shared is not None and bool(self._shared.saves.waiting))\n",
-            "\n",
+            "            or (known and self._shared is not None and self._shared.saves.has_work)\n",
+            "",
         ),
     ),
     mutant(
@@ -284,6 +284,15 @@ HINTS: Final = (
             "omni_connector.prefix.saves",
             "        self.waiting.clear()\n",
             "",
+        ),
+    ),
+    mutant(
+        "what has filled is saved whatever its block holds",
+        "blocks that earlier steps have filled are copied although vLLM has given them to others",
+        (
+            "omni_connector.prefix.saves",
+            "        unsure = self._filled_since != self._step\n",
+            "        unsure = False\n",
         ),
     ),
     mutant(

@@ -280,8 +280,8 @@ MENDED: Final = (
         "slots come free, and who waits for some is not given them",
         (
             "omni_connector.arena.slot_pool",
-            "        self._num_free += len(gone)\n        self.releases += 1\n",
-            "        self._num_free += len(gone)\n",
+            "            self.num_cached += len(kept)\n        self.releases += 1\n",
+            "            self.num_cached += len(kept)\n",
         ),
     ),
     mutant(
