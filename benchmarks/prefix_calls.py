@@ -23,7 +23,7 @@ from omni_connector.arena.block_index import BlockIndex, BlockIndexView
 from omni_connector.arena.slot_index import Ints
 from omni_connector.arena.slot_pool import SlotListing, SlotPool
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.prefix.hints import Candidate, HintPolicy
+from omni_connector.prefix.hints import Candidate, FilledBlocks, HintPolicy
 from omni_connector.prefix.host_blocks import HostBlocks
 from omni_connector.prefix.lookups import Held
 from omni_connector.prefix.neighbours import Neighbour
@@ -69,6 +69,13 @@ class Present:
         pass
 
 
+NOTHING: Final = FilledBlocks.of([])
+
+
+def all_there(group: int, blocks: FilledBlocks) -> Any:
+    return np.ones(len(blocks), bool)
+
+
 def names(count: int) -> list[bytes]:
     return [os.urandom(32) for _ in range(count)]
 
@@ -108,7 +115,9 @@ class Host:
             Candidate(0, each, number + 1, prompt=number % 64, tenant=1 + number % tenants)
             for number, each in enumerate(hashes)
         ]
-        return lambda: self.end(self.blocks.keep(filled, SLOTS, 0)[0])
+        return lambda: self.end(
+            self.blocks.keep([FilledBlocks.of(filled), NOTHING], SLOTS, 0, all_there)[0]
+        )
 
     def end(self, spec: Any) -> None:
         """The workers have copied the blocks."""
