@@ -64,16 +64,28 @@ class SlotListing:
         self.changes = changes
         self._tags: Tags = np.zeros(index.num_slots, np.uint64)
 
-    def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
-        """Set the blocks that these slots will hold; a slot without a key is never listed."""
-        if len(slots):
+    def name(
+        self,
+        group: int,
+        keys: Sequence[SlotKey | None],
+        slots: Ints,
+        tags: Tags | None = None,
+    ) -> None:
+        """Set the blocks that these slots will hold; a slot without a key is never listed.
+
+        Args:
+            tags: of the blocks, if the caller has them, and each has a key.
+        """
+        if tags is not None:
+            self._tags[slots] = tags
+        elif len(slots):
             # `tags_of` takes all hashes of a group in one call: their tags depend on whether all
             # have the same length.
             named = np.array([key is not None for key in keys])
             hashes = [key for key in keys if key is not None]
             self._tags[slots[named]] = tags_of(self.key_prefix, group, hashes)
-            if self.changes is not None:
-                self.changes.name(group, keys, slots)
+        if self.changes is not None:
+            self.changes.name(group, keys, slots)
 
     def show(self, slots: Ints, generations: Ints) -> None:
         """List these slots: peers find them from now on."""
@@ -265,6 +277,7 @@ class SlotPool:
         most: int,
         tenant: Ints | int = 0,
         prompts: Ints | None = None,
+        tags: Tags | None = None,
     ) -> Kept:
         """Hold a new slot for each block that has none, as long as slots are available.
 
@@ -276,6 +289,7 @@ class SlotPool:
             tenant: who will own the slots, 0 for nobody. If no quota would be exceeded, this may be
                 an array with the tenant of each key; see `fits`.
             prompts: as for `EvictionOrder.fill`.
+            tags: of the blocks, if the caller has them.
         """
         lacking = np.flatnonzero(self._index.find(group, keys, 1) < 0)
         wanted = lacking[:most]
@@ -285,9 +299,13 @@ class SlotPool:
             within = self._room(int(tenants[0]), len(wanted))
         chosen = wanted[: min(within, self._num_available)]
         slots = self._new(len(chosen)) if len(chosen) else NONE
-        self._own(slots, tenants[: len(slots)])
-        whose = None if prompts is None else prompts[chosen]
-        self.fill(group, [keys[i] for i in chosen.tolist()], slots, whose)
+        if tenants.any():
+            self._own(slots, tenants[: len(slots)])
+        if len(chosen) < len(keys):
+            keys = [keys[i] for i in chosen.tolist()]
+            prompts = None if prompts is None else prompts[chosen]
+            tags = None if tags is None else tags[chosen]
+        self.fill(group, keys, slots, prompts, tags)
         over_quota = len(wanted) - within
         dropped = len(lacking) - over_quota - len(chosen)
         quota = len(self.generation) if self.quota is None else self.quota
@@ -485,12 +503,18 @@ class SlotPool:
         keys: Sequence[SlotKey | None],
         slot_ids: Ints,
         prompts: Ints | None = None,
+        tags: Tags | None = None,
     ) -> None:
-        """Copies into these slots begin; `find` finds them by their keys from now on."""
+        """Copies into these slots begin; `find` finds them by their keys from now on.
+
+        Args:
+            prompts: as for `EvictionOrder.fill`.
+            tags: of the blocks, if the caller has them.
+        """
         self._busy[slot_ids] = True
         self._index.name(group, keys, slot_ids)
         if self.listing is not None:
-            self.listing.name(group, keys, slot_ids)
+            self.listing.name(group, keys, slot_ids, tags)
         self._order.fill(slot_ids, _content_hashes(group, keys), prompts)
 
     def filled(self, slot_ids: Ints) -> None:

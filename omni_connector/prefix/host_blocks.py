@@ -339,24 +339,32 @@ class HostBlocks:
         """
         groups: list[tuple[int, Ints]] = [(0, NONE)] * len(self._whole)
         slots: list[Ints] = []
+        nothing = NONE, NONE.view(np.uint64)
         keys: list[bytes] = []
         dropped, waiting = 0, list[Candidate]()
         most = self.room(most)
         # Before any block gets a slot, as a slot that is taken may have had one of these blocks.
-        lacking = [self._lacking(g, each) if len(each) else NONE for g, each in enumerate(filled)]
+        lacking = [
+            self._lacking(g, each) if len(each) else nothing for g, each in enumerate(filled)
+        ]
         for g, candidates in enumerate(filled):
             if not len(candidates):
                 continue
-            new = candidates.at(lacking[g])
-            new = new.at(np.flatnonzero(there(g, new)))
-            dropped += len(lacking[g]) - len(new)
+            places, tags = lacking[g]
+            new = candidates.at(places)
+            here = there(g, new)
+            if not here.all():
+                dropped += len(new) - int(np.count_nonzero(here))
+                new, tags = new.at(np.flatnonzero(here)), tags[here]
             asked = new.mask(attrgetter("keeps_here"))
             block_ids: list[Ints] = []
             waits = set[bytes]()
             for part in self._by_quota(new):
                 theirs = new.at(part)
                 with self._pool.lock:
-                    given = self._pool.keep(g, theirs.keys, most, theirs.tenants, theirs.prompts)
+                    given = self._pool.keep(
+                        g, theirs.keys, most, theirs.tenants, theirs.prompts, tags[part]
+                    )
                 if given.over_quota:
                     self._stats.count("blocks_over_quota", given.over_quota)
                 if asked.any():
@@ -398,16 +406,15 @@ class HostBlocks:
         ends = np.flatnonzero(np.diff(blocks.tenants[order])) + 1
         return np.split(order, ends)
 
-    def lacks(self, group: int, hashes: list[bytes], *, here: Bools | bool) -> Bools:
-        """Which of these blocks no living engine has. The others count as used, so that they are
-        not evicted to make room for the blocks that follow them. Orphans do not count, as they go
-        soon: what is read from them is kept here.
+    def lacks(self, tags: Tags, *, here: Bools | bool) -> Bools:
+        """Which of the blocks of these tags no living engine has. The others count as used, so that
+        they are not evicted to make room for the blocks that follow them. Orphans do not count, as
+        they go soon: what is read from them is kept here.
 
         Args:
             here: which blocks must be in the own arena: they are lacking if only a neighbour has
                 them.
         """
-        tags = tags_of(self._key_prefix, group, hashes)
         living = [each for each in self._neighbours.present() if not each.orphan]
         engines = (self._own, *living)
         owners, slots, generations = find_each([each.index for each in engines], tags)
@@ -421,12 +428,15 @@ class HostBlocks:
             self._hit(engines[number], slots[theirs], generations[theirs])
         return lacks
 
-    def _lacking(self, group: int, filled: FilledBlocks) -> Ints:
-        """The places of the blocks to save: no engine has them (or hints ask for them in the own
-        arena), and the admission policy admits them."""
+    def _lacking(self, group: int, filled: FilledBlocks) -> tuple[Ints, Tags]:
+        """The places and tags of the blocks to save: no engine has them (or hints ask for them in
+        the own arena), and the admission policy admits them."""
         here = False if filled.hints is None else filled.mask(attrgetter("keeps_here"))
-        new = np.flatnonzero(self.lacks(group, filled.keys, here=here))
-        return new[self._admits(group, filled.at(new))] if len(new) else new
+        tags = tags_of(self._key_prefix, group, filled.keys)
+        new = np.flatnonzero(self.lacks(tags, here=here))
+        if len(new):
+            new = new[self._admits(group, filled.at(new))]
+        return new, tags[new]
 
     def _admits(self, group: int, new: FilledBlocks) -> Bools:
         """Which of these blocks the admission policy admits, or hints ask for."""

@@ -79,28 +79,27 @@ class _Column:
     """Blocks of one group that have filled, in the order of their requests and tokens.
 
     Attributes:
-        keys, hashes, block_ids: of each block.
-        runs: of consecutive blocks of one request: their number, the request's, its tenant, and its
-            hints.
+        keys, hashes, block_ids, prompts, tenants, hints: of each block.
+        hinted: whether any block has hints.
     """
 
     keys: list[bytes] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
-    runs: list[tuple[int, int, int, Hints]] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+    tenants: list[int] = field(default_factory=list)
+    hints: list[Hints] = field(default_factory=list)
+    hinted: bool = False
 
     def blocks(self) -> FilledBlocks:
         """All of them, each key once, with the hints of all its requests."""
-        numbers = np.array([run[:3] for run in self.runs], np.int64).reshape(-1, 3)
-        prompts, tenants = np.repeat(numbers[:, 1:], numbers[:, 0], axis=0).T
-        hints: list[Hints] | None = None
-        if any(run[3] is not NO_HINTS for run in self.runs):
-            hints = [run[3] for run in self.runs for _ in range(run[0])]
-        block_ids = np.array(self.block_ids, np.int64)
+        numbers = np.array((self.block_ids, self.prompts, self.tenants), np.int64)
+        block_ids, prompts, tenants = numbers
+        hints = self.hints if self.hinted else None
         blocks = FilledBlocks(self.keys, self.hashes, block_ids, prompts, tenants, hints)
-        places = {key: place for place, key in enumerate(self.keys)}
-        if len(places) == len(self.keys):
+        if len(set(self.keys)) == len(self.keys):
             return blocks
+        places = {key: place for place, key in enumerate(self.keys)}
         if hints is not None:
             joined: dict[bytes, Hints] = {}
             for key, asked in zip(self.keys, hints, strict=True):
@@ -489,8 +488,12 @@ class PrefixSaves:
         column.keys += keys
         column.hashes += hashes
         column.block_ids += block_ids
-        column.runs.append((len(keys), prompt.number, prompt.tenant, prompt.hints))
-        self.num_filled += len(keys)
+        count = len(keys)
+        column.prompts += [prompt.number] * count
+        column.tenants += [prompt.tenant] * count
+        column.hints += [prompt.hints] * count
+        column.hinted = column.hinted or prompt.hints is not NO_HINTS
+        self.num_filled += count
 
     def _save(
         self,

@@ -114,8 +114,8 @@ SHARING: Final = (
         "a slot is found from the moment that its copy is decided",
         (
             "omni_connector.arena.slot_pool",
-            "            self.listing.name(group, keys, slot_ids)\n",
-            "            self.listing.name(group, keys, slot_ids)\n"
+            "            self.listing.name(group, keys, slot_ids, tags)\n",
+            "            self.listing.name(group, keys, slot_ids, tags)\n"
             "            self.listing.show(slot_ids, self.generation[slot_ids])\n",
         ),
     ),
