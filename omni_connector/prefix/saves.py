@@ -51,10 +51,12 @@ _RECENT_S: Final = 30.0
 # a request. One that takes longer waits for the store.
 _COPY_S: Final = 0.1
 
-# Filled blocks are considered together: when there are so many of them, or when so many steps have
-# passed since the first of them filled, or when the engine has nothing to compute. To consider many
-# blocks costs the engine's thread little more than to consider one.
-_MANY: Final = 64
+# Filled blocks are considered together: when there are so many of prompts, or so many in all, or
+# when so many steps have passed since the first of them filled, or when the engine has nothing to
+# compute. Many blocks cost the engine's thread little more than one. Blocks of prompts are more
+# urgent, as the next request may begin with them.
+_MANY_OF_PROMPTS: Final = 64
+_MANY: Final = 256
 _LATEST: Final = 16
 
 # Steps after which vLLM knows whether a load by another connector has succeeded; if it has not,
@@ -190,10 +192,12 @@ class PrefixSaves:
         # Values of `Candidate.prompt`, so that waiting blocks of different prompts differ.
         self._prompt_numbers = cycle(range(1024))
         self._sent = ExpiringSet[BlockName](_RECENT_S, context.clock)
-        # Blocks that have filled and are not considered yet, by group; the step in which the first
-        # of them filled; how often blocks were considered; and the prompts that have ended since.
+        # Blocks that have filled and are not considered yet, by group; how many of them are of
+        # prompts; the step in which the first of them filled; how often blocks were considered; and
+        # the prompts that have ended since.
         self._filled = [_Column() for _ in groups.shapes]
         self.num_filled = 0
+        self._num_of_prompts = 0
         self._filled_since = 0
         self._considered = 0
         self._over: list[SharedPrompt] = []
@@ -246,6 +250,7 @@ class PrefixSaves:
         if self.num_filled and (
             not scheduled
             or not self._batches
+            or self._num_of_prompts >= _MANY_OF_PROMPTS
             or self.num_filled >= _MANY
             or self._step >= self._filled_since + _LATEST
         ):
@@ -494,6 +499,8 @@ class PrefixSaves:
         column.hints += [prompt.hints] * count
         column.hinted = column.hinted or prompt.hints is not NO_HINTS
         self.num_filled += count
+        if not prompt.answers:
+            self._num_of_prompts += count
 
     def _save(
         self,
@@ -566,6 +573,7 @@ class PrefixSaves:
         """Consider nothing that has filled until now."""
         self._filled = [_Column() for _ in self._groups]
         self.num_filled = 0
+        self._num_of_prompts = 0
         self._over.clear()
 
 
