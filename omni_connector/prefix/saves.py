@@ -565,9 +565,13 @@ class PrefixSaves:
         """Revoke the saves to the arena, and store blocks anew."""
         if self._host is not None:
             self._ledger.revoke(self._host.keeping)
+        self.suspend()
+        self._sent = ExpiringSet[BlockName](_RECENT_S, self._clock)
+
+    def suspend(self) -> None:
+        """Keep nothing of what has filled until now, except what is being copied."""
         self.waiting.clear()
         self.forget_filled()
-        self._sent = ExpiringSet[BlockName](_RECENT_S, self._clock)
 
     def forget_filled(self) -> None:
         """Consider nothing that has filled until now."""

@@ -329,8 +329,10 @@ class SharedPrefix:
     def suspend(self) -> None:
         """The weights may have changed: find and load nothing before it is known whether they have.
 
-        What is being loaded now is not used, as it would come before that.
+        What is being loaded now is not used, as it would come before that. Blocks that have filled
+        and are not being copied yet are not kept.
         """
+        self.saves.suspend()
         for prompt in self._prompts.values():
             prompt.found, prompt.local, prompt.offered = None, None, 0
             if prompt.jobs:

@@ -597,11 +597,10 @@ class OmniScheduler:
     def copying(self) -> bool:
         """Whether a later step has to free blocks that copies hold, to copy more, or to learn which
         weights the ranks have."""
-        known = self._weights.known
         return (
             bool(self._ledger)
-            or (not known and self._learns_weights())
-            or (known and self._shared is not None and self._shared.saves.has_work)
+            or (not self._weights.known and self._learns_weights())
+            or (self._shared is not None and self._shared.saves.has_work)
         )
 
     def _learns_weights(self) -> bool:
