@@ -8,6 +8,7 @@ ends, its socket disconnects at once; when its host or the link to it does, hear
 
 import contextlib
 import logging
+import math
 import os
 from collections import deque
 from collections.abc import Callable
@@ -105,6 +106,9 @@ class ControlChannel:
         self._ended = False
         self._post_lock = context.lock()
         self._peers: dict[str, _Peer] = {}
+        self._linked: dict[Any, _Peer] = {}  # by the sockets of their links
+        # When to look at all peers: no deadline of any of them is earlier, some may be later.
+        self._look_at = math.inf
         self._told: set[tuple[str, str]] = set()
         self._resolver = Resolver()
         self._sockets = sockets or ZmqSockets()
@@ -158,6 +162,7 @@ class ControlChannel:
                 self._send(peer, [Release(pending.token)])
             else:
                 self._send(peer, peer.session.request_lease(pending))
+                self._note_deadline(peer)
         except Exception:
             pending.fail(ProtocolError("the lease could not be asked for"))
             raise
@@ -249,8 +254,10 @@ class ControlChannel:
         for listener, router in enumerate(self._routers):
             if router in ready:
                 self._serve(listener, router)
-        for peer in list(self._peers.values()):
-            if not self._guarded(self._attend, peer, ready):
+        for peer in self._due(ready):
+            if self._guarded(self._attend, peer, ready):
+                self._note_deadline(peer)
+            else:
                 peer.session.fail(ProtocolError("an answer of the peer could not be handled"))
                 self._disconnect(peer)
         if self._clock() >= self._next_tick:
@@ -260,8 +267,18 @@ class ControlChannel:
         if self._server is not None and self._server.has_pending:
             for answer in self._server.recheck():
                 self._guarded(self._reply, *answer)
-        wake_at = min([self._next_tick, *(p.session.deadline() for p in self._peers.values())])
-        return max(0.0, wake_at - self._clock())
+        return max(0.0, min(self._next_tick, self._look_at) - self._clock())
+
+    def _due(self, ready: dict[Any, int]) -> list[_Peer]:
+        """The peers that have to be looked at: those with news, and all when a deadline is over."""
+        if self._clock() < self._look_at:
+            return list(dict.fromkeys(self._linked[each] for each in ready if each in self._linked))
+        self._look_at = math.inf
+        return list(self._peers.values())
+
+    def _note_deadline(self, peer: _Peer) -> None:
+        """Look at all peers when the next deadline of this one is over, or before."""
+        self._look_at = min(self._look_at, peer.session.deadline())
 
     def _end(self) -> None:
         if not self._closing:
@@ -313,9 +330,9 @@ class ControlChannel:
     def _reply(self, connection: PeerConnection, reply: Reply) -> None:
         # A peer that does not read its answers loses them, and its lease requests time out.
         with contextlib.suppress(zmq.Again):
-            self._routers[connection.listener].send_multipart(
-                [connection.name, encode(reply)], zmq.NOBLOCK
-            )
+            router = self._routers[connection.listener]
+            self._poller.used(router)
+            router.send_multipart([connection.name, encode(reply)], zmq.NOBLOCK)
 
     def _peer(self, address: str, epoch: bytes | None = None) -> _Peer | OmniError:
         """The peer at `address`, or why there is none; `epoch` is that of the engine meant."""
@@ -362,6 +379,7 @@ class ControlChannel:
         except (ValueError, zmq.ZMQError) as error:
             return PeerUnreachableError(f"cannot connect to {address}: {error}")
         self._peers[address] = peer
+        self._note_deadline(peer)
         return peer
 
     def _reach(self, peer: _Peer) -> None:
@@ -393,14 +411,20 @@ class ControlChannel:
 
     def _connect(self, peer: _Peer, target: str | HostPort) -> None:
         peer.link = link = self._sockets.link(target, self._key)
-        self._poller.register(link.socket)
-        self._poller.register(link.monitor)
+        try:
+            for socket in (link.socket, link.monitor):
+                self._poller.register(socket)
+                self._linked[socket] = peer
+        except BaseException:
+            self._disconnect(peer)
+            raise
         self._send(peer, [peer.session.handshake()])
 
     def _disconnect(self, peer: _Peer) -> None:
         if peer.link is not None:
-            self._poller.unregister(peer.link.socket)
-            self._poller.unregister(peer.link.monitor)
+            for socket in (peer.link.socket, peer.link.monitor):
+                if self._linked.pop(socket, None) is not None:
+                    self._poller.unregister(socket)
             peer.link.close()
             peer.link = None
 
@@ -442,6 +466,7 @@ class ControlChannel:
         for message in messages:
             if peer.link is None:  # so the peer has got no lease request
                 return
+            self._poller.used(peer.link.socket)
             try:
                 peer.link.socket.send(encode(message), zmq.NOBLOCK)
             except zmq.Again:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sockets of a control channel: it listens, connects to peers and waits with them."""
 
-import math
 import os
+import select
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +33,9 @@ class Poller(Sleep, Protocol):
 
     def ready(self) -> dict[Any, int]:
         """The sockets that can be read now."""
+
+    def used(self, socket: Any) -> None:
+        """Something was sent on this socket. To be called after each send."""
 
     def close(self) -> None:
         """Wait no more. Idempotent."""
@@ -135,7 +139,12 @@ class ZmqSockets:
 
 
 class ZmqPoller:
-    """Waits for sockets of ZeroMQ; see `Poller`.
+    """Waits for sockets of ZeroMQ; see `Poller`. What a turn costs grows with the sockets that were
+    used, and not with all that there are.
+
+    The descriptor of such a socket can be read when libzmq has news for the socket. To look at the
+    socket's events takes these news, and so does a send, which tells nobody of them. So a socket
+    whose events are not known since its last use is looked at before each wait.
 
     Raises:
         TransportError: there are no more descriptors.
@@ -143,27 +152,57 @@ class ZmqPoller:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        try:
-            self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        except OSError as error:
-            raise TransportError(f"cannot wait for sockets: {reason(error)}") from error
-        self._poller = zmq.Poller()
-        self._poller.register(self._fd, zmq.POLLIN)
+        with ExitStack() as undo:
+            try:
+                self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                undo.callback(os.close, self._fd)
+                self._epoll = undo.enter_context(select.epoll())
+                self._epoll.register(self._fd, select.EPOLLIN)
+            except OSError as error:
+                raise TransportError(f"cannot wait for sockets: {reason(error)}") from error
+            self._files = undo.pop_all()
+        self._sockets: dict[int, Socket] = {}  # by the descriptor
+        self._unsettled: dict[Socket, None] = {}
 
     def register(self, socket: Socket) -> None:
-        self._poller.register(socket, zmq.POLLIN)
+        descriptor = _descriptor(socket)
+        try:
+            self._epoll.register(descriptor, select.EPOLLIN)
+        except OSError as error:
+            raise zmq.ZMQError(error.errno) from error
+        self._sockets[descriptor] = socket
+        self._unsettled[socket] = None
 
     def unregister(self, socket: Socket) -> None:
-        self._poller.unregister(socket)
+        descriptor = _descriptor(socket)
+        self._unsettled.pop(socket, None)
+        if self._sockets.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
 
     def ready(self) -> dict[Any, int]:
-        ready = dict(self._poller.poll(0))
-        if ready.pop(self._fd, None):
-            os.eventfd_read(self._fd)
-        return ready
+        for descriptor, _ in self._epoll.poll(0):
+            if descriptor == self._fd:
+                os.eventfd_read(descriptor)
+            else:
+                self._unsettled[self._sockets[descriptor]] = None
+        return self._readable()
+
+    def _readable(self) -> dict[Any, int]:
+        """The unsettled sockets that can be read. The others are settled."""
+        readable: dict[Any, int] = {
+            socket: zmq.POLLIN
+            for socket in self._unsettled
+            if int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        }
+        self._unsettled = dict.fromkeys(readable)
+        return readable
+
+    def used(self, socket: Socket) -> None:
+        self._unsettled[socket] = None
 
     def wait(self, seconds: float) -> None:
-        self._poller.poll(None if seconds == WOKEN else math.ceil(seconds * 1000))
+        if not self._readable():
+            self._epoll.poll(None if seconds == WOKEN else seconds)
 
     def wake(self) -> None:
         with self._lock:
@@ -172,9 +211,13 @@ class ZmqPoller:
 
     def close(self) -> None:
         with self._lock:  # another file may have this number from now on
-            fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+            self._fd = -1
+        self._files.close()
+
+
+def _descriptor(socket: Socket) -> int:
+    """The descriptor that can be read when there is news for the socket."""
+    return int(socket.getsockopt(zmq.FD))
 
 
 def _hidden(path: Path) -> Path:

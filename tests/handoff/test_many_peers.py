@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More peers than are kept: who makes room."""
+"""Many peers: who makes room where there are too many, and what the others cost."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from omni_connector.errors import IncompatiblePeerError
+from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError
 from omni_connector.handoff import channel as channel_module
-from omni_connector.handoff.messages import HandshakeReply
+from omni_connector.handoff.client import PeerSession
+from omni_connector.handoff.messages import HandshakeReply, Request
 from omni_connector.kv.compatibility import CompatibilityKey
 from tests import inspection
 
@@ -43,3 +45,39 @@ def test_peers_that_failed_are_in_nobodys_way(
     engine = start_engine()
     assert asker.request_lease(engine, engine.handoff()).result(LONG)
     assert inspection.engines_asked(asker.channel) == [strangers[-1].address, engine.address]
+
+
+def test_a_hand_off_costs_nothing_at_the_other_peers(
+    start_engine: StartEngine, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = [start_engine(f"p-{n}.sock", epoch=bytes([n]) * 16) for n in range(8)]
+    for engine in engines:
+        assert asker.request_lease(engine, engine.handoff()).result(LONG)
+    looked_at: Counter[str] = Counter()
+    tick = PeerSession.tick
+
+    def counted(session: PeerSession) -> list[Request]:
+        looked_at[session.address] += 1
+        return tick(session)
+
+    monkeypatch.setattr(PeerSession, "tick", counted)
+    busy = engines[3]
+    for _ in range(100):
+        lease = asker.request_lease(busy, busy.handoff()).result(LONG)
+        asker.channel.release(lease)
+    assert looked_at[busy.address] >= 100
+    # All are looked at when the deadline of one is over, the first of which takes seconds.
+    assert max(looked_at[engine.address] for engine in engines if engine is not busy) < 50
+
+
+def test_each_request_ends_at_its_deadline_whichever_peer_has_it(
+    start_engine: StartEngine, asker: Asker
+) -> None:
+    engines = [start_engine(f"p-{n}.sock", epoch=bytes([n]) * 16) for n in range(4)]
+    futures = [
+        asker.request_lease(engine, engine.handoff(filled=False), timeout=timeout)
+        for engine in engines
+        for timeout in (1.2, 0.1, 0.7)
+    ]
+    for future in futures:
+        assert isinstance(failure(future), PeerUnreachableError)

@@ -251,9 +251,8 @@ MENDED: Final = (
         "a connection to an engine that has gone is kept",
         (
             "omni_connector.handoff.channel",
-            "            self._poller.unregister(peer.link.monitor)\n"
-            "            peer.link.close()\n",
-            "            self._poller.unregister(peer.link.monitor)\n",
+            "                    self._poller.unregister(socket)\n            peer.link.close()\n",
+            "                    self._poller.unregister(socket)\n",
         ),
     ),
     mutant(

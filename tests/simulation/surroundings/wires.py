@@ -108,6 +108,9 @@ class SimulatedPoller:
     def ready(self) -> dict[Any, int]:
         return {socket: zmq.POLLIN for socket in self._sockets if socket.inbox}
 
+    def used(self, socket: Any) -> None:
+        """A simulated send takes no news of the socket."""
+
     def wait(self, seconds: float) -> None:
         """Never called: turns are made when the world says."""
 
