@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Final, Generic, TypeVar
 
 import numpy as np
@@ -131,6 +132,7 @@ class PeerThreads:
         self._calls: dict[str, deque[Callable[[], None]]] = {}
         self._running: Counter[str] = Counter()
         self._threads: list[Turns] = []
+        self._idle: list[int] = []  # numbers of the threads that wait for a call
         self._closed = False
 
     def submit(self, peer: str, call: Callable[[], None]) -> None:
@@ -142,9 +144,12 @@ class PeerThreads:
                 for p, calls in self._calls.items()
             )
             if wanted > len(self._threads) < MAX_THREADS:
-                self._threads.append(self._start("omni-fetch", self._turn))
-        for thread in self._threads:
-            thread.wake()
+                turn = partial(self._turn, len(self._threads))
+                self._threads.append(self._start("omni-fetch", turn))
+            # A thread that ends a call looks for another one by itself.
+            idle = self._threads[self._idle.pop()] if self._idle else None
+        if idle is not None:
+            idle.wake()
 
     def close(self) -> None:
         """End the threads. A thread that waits for a peer ends after that. Idempotent."""
@@ -156,12 +161,14 @@ class PeerThreads:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _turn(self) -> float | None:
+    def _turn(self, number: int) -> float | None:
         with self._lock:
             if self._closed:
                 return None
             peer = self._next()
             if peer is None:
+                if number not in self._idle:
+                    self._idle.append(number)
                 return WOKEN
             call = self._calls[peer].popleft()
             self._running[peer] += 1

@@ -396,3 +396,44 @@ def test_a_peer_holds_up_its_own_calls_only():
         assert busy.acquire(timeout=DEADLINE)
     threads.close()
     assert not any(thread.is_alive() for thread in threads._threads)
+
+
+class Hand:
+    """A thread whose turns the test makes."""
+
+    def __init__(self, turn):
+        self.turn = turn
+        self.woken = 0
+
+    def wake(self):
+        self.woken += 1
+
+    def join(self, timeout):
+        pass
+
+
+def test_a_call_wakes_one_thread_of_many():
+    hands, made = [], []
+
+    def start(name, turn):
+        hands.append(Hand(turn))
+        return hands[-1]
+
+    threads = PeerThreads(start)
+    for peer in range(16):
+        threads.submit(f"peer {peer}", lambda n=peer: made.append(n))
+    for hand in hands:
+        while hand.turn() != WOKEN:
+            pass
+    assert len(hands) == 16
+    assert sorted(made) == list(range(16))
+    before = [hand.woken for hand in hands]
+    for call in range(16, 20):  # as many as there are calls are woken, each once
+        threads.submit("peer 3", lambda n=call: made.append(n))
+    woken = [hand for hand, had in zip(hands, before, strict=True) if hand.woken > had]
+    assert [sum(hand.woken for hand in hands) - sum(before), len(woken)] == [4, 4]
+    for hand in woken:
+        while hand.turn() != WOKEN:
+            pass
+    assert sorted(made) == list(range(20))
+    assert len(hands) == 16
