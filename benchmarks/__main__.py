@@ -17,6 +17,7 @@ BENCHMARKS = (
     "scheduler_step",
     "handoff_open",
     "scale",
+    "cluster",
     "block_index",
     "eviction",
     "objects",
