@@ -78,6 +78,7 @@ def compatibility() -> CompatibilityKey:
                 replicated=False,
                 attention="FLASH_ATTN",
                 pages=("BLHNC",),
+                names=("model.layers.0.self_attn.attn",),
             ),
         ),
         quantization="fp8 1",

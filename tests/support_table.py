@@ -46,13 +46,15 @@ On CPUs, `make test` checks the layouts of this table, but not the kernels that 
 
 ## Pipeline parallel
 
-Each rank of each pipeline stage has an arena of its own, which holds the layers of its stage. Both
-engines must have the same stages: as many, with the same layers each. Then a stage reads what the
-same stage of the other engine has written, and the tensor-parallel sizes within the stages may
-differ, as they may without stages. The names of the layers of every stage are compared when two
-engines meet. Engines with other stages refuse each other, and the decode engine computes the
-prompt. Prefixes are shared by engines with equal stages and equal tensor-parallel sizes. An engine
-with stages refuses to start with speculative decoding.
+Each rank of each pipeline stage has an arena of its own, which holds the layers of its stage. When
+two engines meet, they compare the names of the layers of every stage. A stage reads its layers from
+the stages of the other engine that have them, so that one engine may have more stages than the
+other, or none. The tensor-parallel sizes within the stages may differ, as they may without stages.
+Where the stages are equal, slots are copied to blocks as they are. Where they differ, a stage reads
+the whole slots that hold its layers, and compares the checksums of these. Engines whose layers
+differ refuse each other by the names of these layers, and the decode engine computes the prompt.
+Prefixes are shared by engines with equal stages and equal tensor-parallel sizes. An engine with
+stages refuses to start with speculative decoding.
 
 ## Data parallel and expert parallel
 

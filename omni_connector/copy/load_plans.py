@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from omni_connector.copy.jobs import LoadSpec
 from omni_connector.kv.canonical import SlotLayout
-from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.kv.compatibility import CompatibilityKey, LayerPlaces
 from omni_connector.kv.convert import SlotConverter
 from omni_connector.kv.heads import HeadSlice, head_sources
 from omni_connector.kv.shapes import GroupShape, converter, same_bytes
@@ -25,24 +25,37 @@ Blocks = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class LoadSource:
+    """A rank of the peer that is read.
+
+    Attributes:
+        rank: counted stage by stage.
+        length: bytes of each of its slots.
+        converter: makes our slots of its slots; None where they hold the bytes of our blocks.
+        heads: those that are taken from it, for each layer that the converter copies.
+    """
+
+    rank: int
+    length: int
+    converter: SlotConverter | None = None
+    heads: tuple[HeadSlice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LoadPlan:
     """How the slots of one group of a peer become ours.
 
     Attributes:
-        block_size: tokens of one of the peer's blocks.
-        length: bytes of each of its slots.
-        sources: ranks of the peer that are read, and which heads of each.
-        converter: None where the slots hold the bytes of our blocks.
+        block_size: tokens of one of the peer's blocks; of states, of one of ours.
+        sources: the ranks of the peer that are read. If one is not converted, it is the only one.
     """
 
     block_size: int
-    length: int
-    sources: tuple[tuple[int, tuple[HeadSlice, ...]], ...]
-    converter: SlotConverter | None = None
+    sources: tuple[LoadSource, ...]
 
     def arenas(self, spec: LoadSpec) -> list[tuple[Endpoint, ...]]:
         """The arenas of the ranks that are read."""
-        return [spec.arenas[rank] for rank, _ in self.sources]
+        return [spec.arenas[source.rank] for source in self.sources]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,26 +172,52 @@ class LoadPlans:
 
     def _make_plan(self, source: CompatibilityKey | None, group: int) -> LoadPlan:
         ours = self._groups[group]
-        # Stage s is read by stage s alone, which has the same layers; see `difference`.
         stage, rank = divmod(self._rank, self._ranks)
-        theirs = ours if source is None else source.stages[stage][group]
-        if source is None or (source.ranks == self._ranks and same_bytes(theirs, ours)):
-            return LoadPlan(ours.block_size, self._layout.group_bytes[group], ((self._rank, ()),))
-        by_rank: dict[int, list[HeadSlice]] = {}
-        for layer in range(len(ours.pages)):
-            parts = head_sources(
-                total=1 if ours.replicated else source.kv_heads or None,
-                source_heads=theirs.heads[layer],
-                source_ranks=source.ranks,
-                target_heads=ours.heads[layer],
-                target_rank=rank,
-                target_ranks=self._ranks,
-            )
-            for of_stage, heads in parts:
-                each = by_rank.setdefault(
-                    stage * source.ranks + of_stage, [HeadSlice(0, 0, 0)] * len(ours.pages)
+        whole = LoadSource(self._rank, self._layout.group_bytes[group])
+        if source is None:
+            return LoadPlan(ours.block_size, (whole,))
+        alike = source.ranks == self._ranks
+        sources: list[LoadSource] = []
+        for source_stage, places in self._places(source, group, stage):
+            theirs = source.stages[source_stage][group]
+            if alike and places is None and same_bytes(theirs, ours):
+                return LoadPlan(ours.block_size, (whole,))
+            pairs = places or [(layer, layer) for layer in range(len(ours.pages))]
+            converts = converter(theirs, ours, places=pairs, like_ranks=alike)
+            by_rank: dict[int, list[HeadSlice]] = {}
+            for number, (layer, own) in enumerate(pairs):
+                for of_stage, heads in head_sources(
+                    total=1 if ours.replicated else source.kv_heads or None,
+                    source_heads=theirs.heads[layer],
+                    source_ranks=source.ranks,
+                    target_heads=ours.heads[own],
+                    target_rank=rank,
+                    target_ranks=self._ranks,
+                ):
+                    each = by_rank.setdefault(of_stage, [HeadSlice(0, 0, 0)] * len(pairs))
+                    each[number] = heads
+            sources += [
+                LoadSource(
+                    source_stage * source.ranks + of_stage,
+                    converts.source_bytes,
+                    converts,
+                    tuple(heads),
                 )
-                each[layer] = heads
-        converts = converter(theirs, ours)
-        sources = tuple((rank, tuple(heads)) for rank, heads in sorted(by_rank.items()))
-        return LoadPlan(theirs.block_size, converts.source_bytes, sources, converts)
+                for of_stage, heads in sorted(by_rank.items())
+            ]
+        # The slot of a state stands for the block of ours that it fills; see `HandoffReceiver`.
+        counted = ours if ours.attention_type == "last" else source.groups[group]
+        return LoadPlan(counted.block_size, tuple(sources))
+
+    def _places(
+        self, source: CompatibilityKey, group: int, stage: int
+    ) -> list[tuple[int, list[tuple[int, int]] | None]]:
+        """The peer's stages that have layers of ours, each with the places of these layers' pages
+        in its slots and in ours; None where they are all in the same places."""
+        # Where both have the same stages, stage s is read by stage s alone; see `difference`.
+        ours = self._groups[group]
+        same = stage < len(source.stages) and source.stages[stage][group].layers == ours.layers
+        found = None if same else LayerPlaces.of(source)
+        if found is None:
+            return [(stage, None)]
+        return [(of_stage, places) for of_stage, places in found.read_by(group, ours)]

@@ -25,7 +25,6 @@ from omni_connector.errors import (
     StaleSlotError,
 )
 from omni_connector.kv.canonical import SlotLayout
-from omni_connector.kv.convert import SlotConverter
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.stats import LEASE_EXPIRED, failure_kind
@@ -185,9 +184,12 @@ class _Sources:
         """The slots of a step in place, by the ranks that have them; else the seconds after which
         to look again."""
         sources = self._of(step)
-        slots, generations, length = step.slots, step.generations, step.plan.length
+        slots, generations = step.slots, step.generations
         try:
-            return [MappedSlots(each, slots, generations, length) for each in sources]
+            return [
+                MappedSlots(each, slots, generations, source.length)
+                for each, source in zip(sources, step.plan.sources, strict=True)
+            ]
         except SlotPendingError as pending:
             if step.keys is not None:
                 raise StaleSlotError(_NOT_COMMITTED) from pending
@@ -197,12 +199,12 @@ class _Sources:
 
     def fetched(self, step: LoadStep) -> list[FetchedSlots]:
         """The slots of a step, fetched. Runs on another thread."""
-        slots, generations, length = step.slots, step.generations, step.plan.length
+        slots, generations = step.slots, step.generations
         fetched: list[FetchedSlots] = []
         try:
-            for each in self._of(step):
+            for each, source in zip(self._of(step), step.plan.sources, strict=True):
                 left = self.deadline - self._rank.clock()
-                fetched.append(FetchedSlots(each, slots, generations, length, timeout=left))
+                fetched.append(FetchedSlots(each, slots, generations, source.length, timeout=left))
         except BaseException as error:
             for each_fetched in fetched:
                 each_fetched.release()
@@ -304,10 +306,10 @@ class _Load:
             yield min(slots, self._sources.seconds_left())
             return
         try:
-            if step.plan.converter is None:
+            if step.plan.sources[0].converter is None:
                 yield from self._copy(step, slots[0])
             else:
-                yield from self._convert(step, step.plan.converter, slots)
+                yield from self._convert(step, slots)
         finally:
             for each in slots:
                 each.release()
@@ -324,16 +326,15 @@ class _Load:
         yield True
         self._compare(step, checksums.tolist(), slots)
 
-    def _convert(
-        self, step: LoadStep, converter: SlotConverter, sources: Sequence[Slots]
-    ) -> Generator[bool, None, None]:
+    def _convert(self, step: LoadStep, sources: Sequence[Slots]) -> Generator[bool, None, None]:
         ours, theirs = step.block_size, step.plan.block_size
         made = np.zeros((len(step.block_ids), self._rank.layout.slot_bytes), np.uint8)
-        for (_, heads), slots in zip(step.plan.sources, sources, strict=True):
+        for source, slots in zip(step.plan.sources, sources, strict=True):
             checksums = []
+            assert source.converter is not None
             checked = self._checks(slots)
             for number, row_index in zip(step.numbers.tolist(), slots.index.tolist(), strict=True):
-                content: NDArray[np.uint8] = slots.rows[row_index, : step.plan.length]
+                content: NDArray[np.uint8] = slots.rows[row_index, : source.length]
                 first, end = np.searchsorted(
                     step.indices, (number * theirs // ours, -(-(number + 1) * theirs // ours))
                 )
@@ -341,8 +342,8 @@ class _Load:
                     index = int(step.indices[at])
                     # Whole blocks, as between like engines: where keys are kept in tiles, the last
                     # token cannot be cut off.
-                    converter.copy(
-                        content, number, made[at], index, heads, end_token=(index + 1) * ours
+                    source.converter.copy(
+                        content, number, made[at], index, source.heads, end_token=(index + 1) * ours
                     )
                 checksums.append(xxhash.xxh3_64_intdigest(content.data) if checked else 0)
             yield True

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What two engines must agree in before one reads the other's KV cache."""
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from omni_connector.kv.shapes import GroupShape, pickled, same_bytes
+from omni_connector.errors import LayoutError
+from omni_connector.kv.shapes import GroupShape, converter, pickled, same_bytes
 from omni_connector.kv.shapes import difference as groups_difference
 
 # Most ranks of an engine, of all its pipeline stages; most cache groups of a model, and most
@@ -91,6 +95,11 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         for number, group in enumerate(zip(*self.stages, strict=True)):
             if not any(shape.pages for shape in group):
                 raise ValueError(f"no layer keeps anything in group {number}")
+        named = Counter(
+            name for stage in self.stages for group in stage for name in group.names or ()
+        )
+        if twice := [name for name, times in named.items() if times > 1]:
+            raise ValueError(f"layer {twice[0]} is in several pipeline stages or groups")
 
     @property
     def stages(self) -> tuple[tuple[GroupShape, ...], ...]:
@@ -112,9 +121,20 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         return {name: "" if value is UNSET else value for name, value in fields.items()}
 
     def of_sharing(self) -> "CompatibilityKey":
-        """The same without a name that says less than the weights do; equal for all that share."""
+        """The same without names of layers, whose digests say as much, and without a name of the
+        model that says less than the weights do; equal for all that share."""
         model = "" if self.weights else self.model
-        return msgspec.structs.replace(self, model=model, weight_files=UNSET)
+        first, *later = (
+            tuple(msgspec.structs.replace(group, names=UNSET) for group in stage)
+            for stage in self.stages
+        )
+        return msgspec.structs.replace(
+            self,
+            model=model,
+            weight_files=UNSET,
+            groups=first,
+            later_stages=tuple(later) or UNSET,
+        )
 
     def difference(self, reader: "CompatibilityKey") -> tuple[str, object, object] | None:
         """Why `reader` cannot read our slots: what differs, with both values; None if it can."""
@@ -122,9 +142,12 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         for field in (self._tells_weights(reader), *_BESIDES):
             if ours[field] != theirs[field]:
                 return field, ours[field], theirs[field]
-        if len(self.stages) != len(reader.stages):
-            return "pipeline stages", len(self.stages), len(reader.stages)
-        # Stage i is read by stage i alone, and only if both have the same layers.
+        places = LayerPlaces.of(self), LayerPlaces.of(reader)
+        if not self.has_stages_of(reader):
+            if places[0] is not None and places[1] is not None:
+                return self._difference_by_layer(reader, places[0], places[1])
+            if len(self.stages) != len(reader.stages):
+                return "pipeline stages", len(self.stages), len(reader.stages)
         for number, groups in enumerate(zip(self.stages, reader.stages, strict=True)):
             source, target = groups
             found = groups_difference(source, self.ranks, target, reader.ranks, self.kv_heads)
@@ -134,13 +157,69 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
                 return f"{field}{where}", ours_there, theirs_there
         return None
 
+    def has_stages_of(self, reader: "CompatibilityKey") -> bool:
+        """Whether both have equally many pipeline stages, with the same layers in each.
+
+        Then stage i is read by stage i alone.
+        """
+        if not self.later_stages and not reader.later_stages:
+            return True
+        return [[group.layers for group in stage] for stage in self.stages] == [
+            [group.layers for group in stage] for stage in reader.stages
+        ]
+
+    def _difference_by_layer(
+        self, reader: "CompatibilityKey", ours: "LayerPlaces", theirs: "LayerPlaces"
+    ) -> tuple[str, object, object] | None:
+        """The same of engines that have spread their layers differently over pipeline stages."""
+        if len(self.groups) != len(reader.groups):
+            return groups_difference(
+                self.groups, self.ranks, reader.groups, reader.ranks, self.kv_heads
+            )
+        for number in range(len(self.groups)):
+            here, there = set(ours.groups[number]), set(theirs.groups[number])
+            if here != there:
+                only = sorted(here - there)[:4], sorted(there - here)[:4]
+                return f"layers of group {number}", _listed(only[0]), _listed(only[1])
+        for stage, groups in enumerate(reader.stages):
+            for number, target in enumerate(groups):
+                for source_stage, places in ours.read_by(number, target):
+                    source = self.stages[source_stage][number]
+                    found = self._difference_of_layers(reader, source, target, places)
+                    if found is not None:
+                        field, ours_there, theirs_there = found
+                        where = f"{source_stage} and {stage}, group {number}"
+                        return f"{field}, pipeline stages {where}", ours_there, theirs_there
+        return None
+
+    def _difference_of_layers(
+        self,
+        reader: "CompatibilityKey",
+        source: GroupShape,
+        target: GroupShape,
+        places: Sequence[tuple[int, int]],
+    ) -> tuple[str, object, object] | None:
+        here = source.of_layers([at for at, _ in places])
+        there = target.of_layers([at for _, at in places])
+        found = groups_difference((here,), self.ranks, (there,), reader.ranks, self.kv_heads)
+        if found is None:
+            try:
+                converter(source, target, places=places, like_ranks=self.ranks == reader.ranks)
+            except LayoutError as error:
+                return f"pages ({error})", here.pages[0], there.pages[0]
+        return found
+
     def has_bytes_of(self, reader: "CompatibilityKey") -> bool:
         """Whether the slots of each rank hold the bytes of the blocks of that rank of `reader`,
         which can read them."""
-        return self.ranks == reader.ranks and all(
-            same_bytes(source, target)
-            for stages in zip(self.stages, reader.stages, strict=True)
-            for source, target in zip(*stages, strict=True)
+        return (
+            self.ranks == reader.ranks
+            and self.has_stages_of(reader)
+            and all(
+                same_bytes(source, target)
+                for stages in zip(self.stages, reader.stages, strict=True)
+                for source, target in zip(*stages, strict=True)
+            )
         )
 
     def _tells_weights(self, reader: "CompatibilityKey") -> str:
@@ -150,6 +229,46 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         weights are drawn for each rank, so `weights` are compared only between engines of as many
         ranks. The model's name counts where one of the two knows nothing else.
         """
-        if self.weights and reader.weights and self.ranks == reader.ranks:
+        alike = self.ranks == reader.ranks and self.has_stages_of(reader)
+        if self.weights and reader.weights and alike:
             return "weights"
         return "weight_files" if self.weight_files and reader.weight_files else "model"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlaces:
+    """Where an engine keeps its layers.
+
+    Attributes:
+        groups: for each group the layers by name: pipeline stage, and place among the pages there.
+    """
+
+    groups: tuple[dict[str, tuple[int, int]], ...]
+
+    @classmethod
+    def of(cls, key: CompatibilityKey) -> "LayerPlaces | None":
+        """Those of an engine; None if it does not tell the names of all."""
+        groups: tuple[dict[str, tuple[int, int]], ...] = tuple({} for _ in key.groups)
+        for stage, shapes in enumerate(key.stages):
+            for found, shape in zip(groups, shapes, strict=True):
+                if shape.names is UNSET:
+                    return None
+                found.update({name: (stage, at) for at, name in enumerate(shape.names)})
+        return cls(groups)
+
+    def read_by(self, group: int, reader: GroupShape) -> list[tuple[int, list[tuple[int, int]]]]:
+        """What a pipeline stage of another engine reads of a group: our stages, each with pairs of
+        places: of a layer's page here, and there.
+
+        Args:
+            reader: the group in that stage.
+        """
+        found: dict[int, list[tuple[int, int]]] = {}
+        for at, name in enumerate(reader.names or ()):
+            stage, place = self.groups[group][name]
+            found.setdefault(stage, []).append((place, at))
+        return sorted(found.items())
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "no others"

@@ -43,6 +43,8 @@ class SlotConverter:
         source_block_size: tokens of one of the peer's blocks.
         target_block_size: tokens of one of ours.
         whole: pages are copied as they are, such as states. Then an order may be unknown.
+        places: which page of the peer's slots becomes which of ours, for each layer that both
+            have; None: all, each in the same place.
 
     Raises:
         LayoutError: the pages cannot be made from one another; the message names the layer's
@@ -58,45 +60,38 @@ class SlotConverter:
         source_block_size: int,
         target_block_size: int,
         whole: bool = False,
+        places: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         if source_block_size < 1 or target_block_size < 1:
             raise ValueError(f"blocks of {source_block_size} and of {target_block_size} tokens")
-        if len(source_pages) != len(target_pages):
-            raise LayoutError(
-                f"the peer's slots hold {len(source_pages)} layers, ours {len(target_pages)}"
-            )
-        self._layers = len(source_pages)
+        if places is None:
+            if len(source_pages) != len(target_pages):
+                raise LayoutError(
+                    f"the peer's slots hold {len(source_pages)} layers, ours {len(target_pages)}"
+                )
+            places = [(layer, layer) for layer in range(len(target_pages))]
+        self._layers = len(places)
         self._whole = whole
         self._source_block_size = source_block_size
         self._target_block_size = target_block_size
         self._batches: list[_Batch] = []
-        offsets = [0, 0]
-        layer = 0
-        for orders, alike in groupby(zip(source_pages, target_pages, strict=True)):
-            count = len(list(alike))
-            source, target = (
-                _parse_page(order.removesuffix(UNKNOWN) if whole else order) for order in orders
-            )
-            if source is None or target is None or len(source) != len(target):
-                raise _refused(layer, orders, "byte orders that are not understood, or not alike")
-            sizes = [sum(_size(part) for part in page) for page in (source, target)]
-            if max(sizes) > _MAX_PAGE_BYTES:
-                raise _refused(layer, orders, f"pages of {max(sizes)} bytes")
-            if whole:
-                if sizes[0] != sizes[1]:
-                    raise _refused(layer, orders, "pages of different sizes")
-            else:
-                for part, pair in enumerate(zip(source, target, strict=True)):
-                    matched = self._matched(layer, orders, *pair)
-                    pages = (
-                        _Pages.of(page, offset, count, part, len(source))
-                        for page, offset in zip(matched, offsets, strict=True)
-                    )
-                    self._batches.append(_Batch(layer, *pages))
-            layer += count
-            offsets = [offset + count * size for offset, size in zip(offsets, sizes, strict=True)]
-        self.source_bytes, self.target_bytes = offsets
+        self._runs: list[tuple[int, int, int]] = []  # of whole pages: from, to, bytes
+        runs = list(_alike_pages(source_pages, target_pages, places, whole=whole))
+        starts = _page_starts(source_pages), _page_starts(target_pages)
+        self.source_bytes, self.target_bytes = (pages[-1] for pages in starts)
         """Bytes of one block in a slot of the peer's, and in one of ours."""
+        for layer, count, orders, source, target in runs:
+            offsets = [pages[at] for pages, at in zip(starts, places[layer], strict=True)]
+            if whole:
+                self._runs.append((offsets[0], offsets[1], count * _page_size(source)))
+                continue
+            for part, pair in enumerate(zip(source, target, strict=True)):
+                matched = self._matched(layer, orders, *pair)
+                pages = (
+                    _Pages.of(page, offset, count, part, len(source))
+                    for page, offset in zip(matched, offsets, strict=True)
+                )
+                self._batches.append(_Batch(layer, *pages))
 
     def copy(
         self,
@@ -127,7 +122,8 @@ class SlotConverter:
         _check(source, self.source_bytes, "source")
         _check(target, self.target_bytes, "target")
         if self._whole:
-            target[: self.target_bytes] = source[: self.source_bytes]
+            for begin, to, size in self._runs:
+                target[to : to + size] = source[begin : begin + size]
             return
         if source_block < 0 or target_block < 0:
             raise ValueError(f"blocks {source_block} and {target_block} of a request")
@@ -256,6 +252,60 @@ class _Batch:
     first: int
     source: _Pages
     target: _Pages
+
+
+_Page = list[tuple[_Dim, ...]]
+"""The parts of a page, one or two."""
+
+
+def _alike_pages(
+    source_pages: Sequence[str],
+    target_pages: Sequence[str],
+    places: Sequence[tuple[int, int]],
+    *,
+    whole: bool,
+) -> Iterator[tuple[int, int, tuple[str, str], _Page, _Page]]:
+    """Layers that follow each other on both sides, with equal pages on each: the first of them in
+    `places`, how many they are, both byte orders, and the pages.
+
+    Raises:
+        LayoutError: as `SlotConverter`.
+    """
+    pairs = [(source_pages[at], target_pages[to]) for at, to in places]
+    # Consecutive places are as far from their number as the ones before.
+    keys = [
+        (pair, at - i, to - i) for i, (pair, (at, to)) in enumerate(zip(pairs, places, strict=True))
+    ]
+    layer = 0
+    for (orders, _, _), alike in groupby(keys):
+        source, target = (
+            _parse_page(order.removesuffix(UNKNOWN) if whole else order) for order in orders
+        )
+        if source is None or target is None or len(source) != len(target):
+            raise _refused(layer, orders, "byte orders that are not understood, or not alike")
+        sizes = _page_size(source), _page_size(target)
+        if max(sizes) > _MAX_PAGE_BYTES:
+            raise _refused(layer, orders, f"pages of {max(sizes)} bytes")
+        if whole and sizes[0] != sizes[1]:
+            raise _refused(layer, orders, "pages of different sizes")
+        count = len(list(alike))
+        yield layer, count, orders, source, target
+        layer += count
+
+
+def _page_starts(pages: Sequence[str]) -> list[int]:
+    """Where each page of a slot begins, and the last one ends."""
+    starts = [0]
+    for order, alike in groupby(pages):
+        page = _parse_page(order.removesuffix(UNKNOWN))
+        if page is None or _page_size(page) > _MAX_PAGE_BYTES:
+            raise LayoutError(f"pages of a byte order that is not understood: {order!r}")
+        starts += [starts[-1] + (i + 1) * _page_size(page) for i in range(len(list(alike)))]
+    return starts
+
+
+def _page_size(page: _Page) -> int:
+    return sum(_size(part) for part in page)
 
 
 def _parse_page(order: str) -> list[tuple[_Dim, ...]] | None:

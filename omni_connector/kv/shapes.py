@@ -6,7 +6,8 @@ of their pages: the reading side rewrites the slots as it loads them. Everything
 """
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -54,6 +55,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
             layer of a group, and then keeps nothing of its blocks.
         states: shapes and dtypes of recurrent states, whose pages tell only how many bytes they
             have; left out where there are none. See `states_of`.
+        names: the name of each page's layer, so that engines with other pipeline stages find the
+            layers that they have; left out where they are not known.
     """
 
     kind: _Text
@@ -65,6 +68,7 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     attention: _Text = ""
     pages: Annotated[tuple[_Page, ...], Meta(max_length=1 << 14)]
     states: _Text | UnsetType = UNSET
+    names: Annotated[tuple[_Text, ...], Meta(max_length=1 << 14)] | UnsetType = UNSET
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pickled(self)
@@ -74,6 +78,13 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"a {self.attention_type} group with a window of {self.window} tokens")
         if 0 in self.heads:
             raise ValueError(f"a page of no heads: {self.pages[self.heads.index(0)]}")
+        if self.names is UNSET:
+            return
+        if len(self.names) != len(self.pages):
+            raise ValueError(f"{len(self.names)} names of {len(self.pages)} pages")
+        if len(set(self.names)) != len(self.names):
+            twice, _ = Counter(self.names).most_common(1)[0]
+            raise ValueError(f"layer {twice} has two pages")
 
     @property
     def block_table(self) -> tuple[str, int, str, int]:
@@ -85,6 +96,16 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         """KV heads of one rank, one entry a layer."""
         found = (_HEADS.search(page) for page in self.pages)
         return tuple(1 if match is None else int(match[1]) for match in found)
+
+    def of_layers(self, places: Sequence[int]) -> "GroupShape":
+        """The same group with some of its layers only.
+
+        Args:
+            places: of these layers among the pages.
+        """
+        names = self.names if self.names is UNSET else tuple(self.names[at] for at in places)
+        pages = tuple(self.pages[at] for at in places)
+        return msgspec.structs.replace(self, pages=pages, names=names, layers="")
 
     def needed(self, num_tokens: int, start: int = 0) -> range:
         """The blocks of the tokens from `start` to `num_tokens` that the next token still reads.
@@ -194,19 +215,36 @@ def difference(
     return None
 
 
-def converter(source: GroupShape, target: GroupShape) -> SlotConverter:
+def converter(
+    source: GroupShape,
+    target: GroupShape,
+    *,
+    places: Sequence[tuple[int, int]] | None = None,
+    like_ranks: bool = False,
+) -> SlotConverter:
     """What rewrites the slots of one group.
+
+    Args:
+        places: which page of the source's slots becomes which page of the target's; None: each
+            the same.
+        like_ranks: whether each rank reads the same rank of the source.
 
     Raises:
         LayoutError: the pages cannot be rewritten.
     """
+    here, there = source, target
+    if places is not None:
+        here = source.of_layers([at for at, _ in places])
+        there = target.of_layers([at for _, at in places])
     return SlotConverter(
         source.pages,
         target.pages,
         source_block_size=source.block_size,
         target_block_size=target.block_size,
         # Of what all ranks hold, the page of any rank will do, in whatever order it is.
-        whole=source.attention_type == "last" or (source.replicated and same_bytes(source, target)),
+        whole=source.attention_type == "last"
+        or ((source.replicated or like_ranks) and same_bytes(here, there)),
+        places=places,
     )
 
 

@@ -402,7 +402,7 @@ def _encodable(text: str) -> str:
 def _traits(engine: ExplainedEngine) -> dict[str, str]:
     """See `ThisEngine.traits`. They are the traits of `readers_id`, and the weights."""
     traits = {name: _encodable(str(value)) for name, value in engine.compatibility.values().items()}
-    key = engine.compatibility
+    key = engine.compatibility.of_sharing()
     groups = key.stages if key.later_stages else key.groups
     pages = hashlib.blake2b(msgspec.msgpack.encode(groups), digest_size=8)
     # Other weights are told by the keys of blocks.

@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
+from msgspec import UNSET
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from omni_connector.errors import ConfigError, LayoutError
@@ -185,6 +186,8 @@ def group_shapes(
                 attention=kernels,
                 pages=tuple(pages),
                 states=states_of(spec for spec in _all_specs(group) if _kind(spec) == "mamba"),
+                # Fewer pages than names: some are several names for the same bytes.
+                names=tuple(names) if len(names) == len(pages) else UNSET,
             )
         )
     return tuple(shapes)

@@ -144,13 +144,25 @@ class Pair:
         return self.decode(prompt, salt, params)
 
     def require_same_kv(
-        self, prompt: list[int], *, start: int = 0, kv_heads: int | None = None
+        self,
+        prompt: list[int],
+        *,
+        start: int = 0,
+        kv_heads: int | None = None,
+        other_stages: bool = False,
     ) -> None:
         """The latest request found, at its first step, what the prefill engine had computed."""
         sent, found = self.prefill_probe.read("prefilled"), self.decode_probe.read("first")
         assert found[0].prompt == prompt
         assert found[0].computed == len(prompt) - 1
-        kv.require_same_kv(sent, found, len(prompt) - 1, start=start, kv_heads=kv_heads)
+        kv.require_same_kv(
+            sent,
+            found,
+            len(prompt) - 1,
+            start=start,
+            kv_heads=kv_heads,
+            other_stages=other_stages,
+        )
 
     def count(self, engine: Engine, counter: str, **labels: str) -> float:
         """What an engine has counted of something."""

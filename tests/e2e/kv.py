@@ -102,6 +102,10 @@ class Held:
         """Whether it is a group of recurrent states."""
         return self.groups[group]["kind"] == "MambaSpec"
 
+    def has(self, layer: str) -> bool:
+        """Whether the layer is one of this rank's."""
+        return any(layer in group["layers"] for group in self.groups)
+
     def layers(self, group: int) -> list[str]:
         return list(self.groups[group]["layers"])
 
@@ -140,6 +144,7 @@ def require_same_kv(
     *,
     start: int = 0,
     kv_heads: int | None = None,
+    other_stages: bool = False,
 ) -> None:
     """Raise AssertionError unless every rank that received found exactly the sender's bytes.
 
@@ -151,11 +156,14 @@ def require_same_kv(
         num_tokens: tokens up to which the prompt was handed off.
         start: tokens that were not, as the decode engine had them.
         kv_heads: of the model, where the two sides have different numbers of ranks.
+        other_stages: whether the two sides have different pipeline stages, of one rank each.
     """
     for rank, held in enumerate(found):
-        sender = sent[0 if kv_heads is not None else rank]
+        sender = sent[0 if kv_heads is not None or other_stages else rank]
         for group in range(len(held.groups)):
             for layer in held.layers(group):
+                if other_stages:
+                    sender = next(one for one in sent if one.has(layer))
                 # Layers have the same names on both sides, whatever groups they are in.
                 theirs = next(g for g in range(len(sender.groups)) if layer in sender.layers(g))
                 if held.is_state(group):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines of two pipeline stages each: what one stage computes, the other engine's reads."""
+"""Engines of two pipeline stages and of one: what a stage computes, the other engine reads."""
 
 import time
 from collections.abc import Iterator
@@ -18,10 +18,6 @@ from .prompts import new_salt, random_prompt
 pytestmark = pytest.mark.e2e
 
 WAIT_S = 60.0
-OTHER_STAGES = (
-    "engines with other pipeline stages refuse each other by name; the decode engine computes the "
-    "prompt"
-)
 NAMES = ("within-a-block", "one-block-and-a-token", "not-aligned", "two-thousand-not-aligned")
 
 
@@ -128,24 +124,23 @@ def test_a_stage_that_is_delivered_nothing_is_noticed(
         case.check(answer)
 
 
-@pytest.mark.supports("PP 2 to PP 1", "Llama", refused=OTHER_STAGES)
-@pytest.mark.supports("PP 1 to PP 2", "Llama", refused=OTHER_STAGES)
-@pytest.mark.parametrize("way", ["to one stage", "to two stages"])
-def test_other_stages_are_refused(
-    stages: Stages, pool: Pool, cases: dict[str, Case], way: str
+@pytest.mark.parametrize(
+    "to_one",
+    [
+        pytest.param(True, marks=pytest.mark.supports("PP 2 to PP 1", "Llama"), id="2 to 1"),
+        pytest.param(False, marks=pytest.mark.supports("PP 1 to PP 2", "Llama"), id="1 to 2"),
+    ],
+)
+def test_engines_with_other_stages_read_each_other_by_layer(
+    stages: Stages, pool: Pool, cases: dict[str, Case], *, to_one: bool
 ) -> None:
     [one] = pool.take(("both", "llama", "a"))
-    sender, receiver = (stages.first, one) if way == "to one stage" else (one, stages.second)
+    sender, receiver = (stages.first, one) if to_one else (one, stages.second)
     pair = Pair.of(sender, receiver)
-    case, salt = cases["not-aligned"], new_salt()
-    before = pair.failures(kind="incompatible_peer")
-    params = pair.prefill(case.prompt, salt)
-    own = pair.decode(case.prompt, new_salt())
-    pair.decode(case.prompt, salt, params).require_same(own, tolerance=reference.ROUNDING)
-    assert pair.failures(kind="incompatible_peer") == before + 1
-    assert "pipeline stages" in pair.decode_engine.log_tail(200)
-    # It still serves an engine that is alike.
-    alike = Pair.of(sender, sender)
-    received = alike.received()
-    alike.decode(case.prompt, salt, params)
-    assert alike.received() == received + 1
+    received, failures = pair.received(), pair.failures()
+    for number, name in enumerate(NAMES, 1):
+        case = cases[name]
+        case.check(pair.hand_off(case.prompt))
+        pair.require_same_kv(case.prompt, other_stages=True)
+        assert pair.received() == received + number
+    assert pair.failures() == failures

@@ -42,6 +42,7 @@ BLOCKS: Final = ([0, 1, 2], [0, 1, 2])
 # In place of the tokens of two hand-offs, which the directory draws.
 _READY: Final = b"<token of ready>"
 _FILLING: Final = b"<token, filling>"
+ODD: Final = ("layers.1", "layers.3")
 _CONNECTIONS: Final = tuple(
     PeerConnection(listener, name) for listener in (0, 1) for name in (b"a", b"b")
 )
@@ -55,6 +56,7 @@ def shape(**changes: object) -> GroupShape:
         "attention_type": "all",
         "layers": "even",
         "pages": ("H2.N16.C64", "H2.N16.C64"),
+        "names": ("layers.0", "layers.2"),
     }
     return GroupShape(**(values | changes))
 
@@ -70,7 +72,9 @@ def compatibility(ranks: int = 1, **changes: object) -> CompatibilityKey:
         ranks=ranks,
         groups=(
             shape(**changes),
-            shape(kind="sliding_window", attention_type="window", window=64, layers="odd"),
+            shape(
+                kind="sliding_window", attention_type="window", window=64, layers="odd", names=ODD
+            ),
         ),
     )
 
@@ -96,8 +100,18 @@ def readers() -> list[CompatibilityKey]:
 def in_stages() -> CompatibilityKey:
     """What an engine of two pipeline stages keeps, the later one without the second group."""
     key = compatibility()
-    later = (shape(layers="others"), msgspec.structs.replace(key.groups[1], layers="", pages=()))
+    later = (
+        shape(layers="others", names=("layers.4", "layers.6")),
+        msgspec.structs.replace(key.groups[1], layers="", pages=(), names=()),
+    )
     return msgspec.structs.replace(key, later_stages=(later,))
+
+
+def in_other_stages() -> CompatibilityKey:
+    """What an engine keeps that has spread the layers of `compatibility` over two stages."""
+    first, second = compatibility().groups
+    stages = tuple((first.of_layers([at]), second.of_layers([at])) for at in (1, 0))
+    return msgspec.structs.replace(compatibility(), groups=stages[0], later_stages=stages[1:])
 
 
 def endpoint(address: str = "/tmp/o/a-0123456789abcdef01234567.sock") -> Endpoint:
@@ -139,7 +153,9 @@ class _Served:
             count=self._count,
         )
         digest = PROMPT.digest("tokens")
-        self.corpus = [encode(Handshake.of(reader)) for reader in (*readers(), in_stages())]
+        self.corpus = [
+            encode(Handshake.of(reader)) for reader in (*readers(), in_stages(), in_other_stages())
+        ]
         for token in (_READY, _FILLING, b"t" * 16):
             self.corpus += [
                 encode(LeaseRequest(1, token, PROMPT.num_tokens, digest, "tokens")),
@@ -231,7 +247,10 @@ class Asked:
             encode(LeaseDenied(1, "unknown_token")),
             encode(Refused("model", "m@1", "m@2")),
             encode(HandshakeReply(EPOCH, "", other, ((endpoint(),),))),
-            encode(HandshakeReply(EPOCH, "", in_stages(), ((endpoint(),), (endpoint(),)))),
+            *(
+                encode(HandshakeReply(EPOCH, "", key, ((endpoint(),), (endpoint(),))))
+                for key in (in_stages(), in_other_stages())
+            ),
         ]
 
     def make(self, rng: random.Random) -> list[bytes]:

@@ -156,6 +156,82 @@ def test_stage_is_compared_with_stage() -> None:
     assert said(ranks=4, later_stages=[stage(layers="b")] * 2).num_arenas == 12
 
 
+def named(*stages: str) -> CompatibilityKey:
+    """Of an engine whose stages have these layers, a letter each."""
+    groups = [
+        stage(layers=names, names=tuple(names), pages=("H2.N16.C64",) * len(names))
+        for names in stages
+    ]
+    return said(groups=groups[0], **({"later_stages": groups[1:]} if groups[1:] else {}))
+
+
+@pytest.mark.parametrize("reader", ["abcd", "a bcd", "ab cd", "abc d", "a b c d", "ac bd"])
+@pytest.mark.parametrize("source", ["abcd", "ab cd", "a b cd", "bd ac"])
+def test_engines_with_the_same_layers_in_other_stages_can_read_each_other(
+    source: str, reader: str
+) -> None:
+    one, other = named(*source.split()), named(*reader.split())
+    assert one.difference(other) is None
+    assert one.has_bytes_of(other) == (source == reader)
+
+
+@pytest.mark.parametrize(
+    ("source", "reader", "only"),
+    [
+        ("ab c", "abcd", ("no others", "d")),  # a stage is missing
+        ("ab cd", "abc", ("d", "no others")),
+        ("ab cd", "ab", ("c, d", "no others")),
+        ("abcd", "ef gh", ("a, b, c, d", "e, f, g, h")),
+    ],
+)
+def test_layers_that_one_engine_lacks_are_named(
+    source: str, reader: str, only: tuple[str, str]
+) -> None:
+    difference = named(*source.split()).difference(named(*reader.split()))
+    assert difference == ("layers of group 0", *only)
+
+
+def test_ten_thousand_layers_are_refused_by_the_first_names() -> None:
+    names = tuple(f"layer.{i}" for i in range(10_000))
+    many = stage(layers="m", names=names, pages=("H2.N16.C64",) * 10_000)
+    difference = named("ab", "cd").difference(said(groups=many))
+    assert difference is not None
+    assert difference[0] == "layers of group 0"
+    assert len(str(difference[2])) < 100
+
+
+def test_other_stages_are_compared_layer_by_layer() -> None:
+    one, other = named("ab", "cd"), named("abcd")
+    turned = ("H2.N16.C64", "H2.N16.C64", "N16.H2.C64", "H2.N8.C64")
+    [group] = other.groups
+    other = msgspec.structs.replace(other, groups=(msgspec.structs.replace(group, pages=turned),))
+    difference = one.difference(other)
+    assert difference is not None
+    assert "a page of 8 tokens in a block of 16" in difference[0]
+    assert difference[0].endswith("pipeline stages 1 and 0, group 0")
+
+
+def test_names_of_layers_change_no_name_of_what_is_shared() -> None:
+    without = said(later_stages=[stage(layers="cd")])
+    [first], [later] = without.stages
+    names = (
+        msgspec.structs.replace(first, names=("a", "b")),
+        msgspec.structs.replace(later, names=("c", "d")),
+    )
+    told = msgspec.structs.replace(without, groups=names[:1], later_stages=(names[1:],))
+    assert told != without
+    assert told.of_sharing() == without.of_sharing()
+    assert ORDINARY.of_sharing() == ORDINARY
+
+
+def test_weights_in_memory_are_not_compared_between_other_stages() -> None:
+    one = msgspec.structs.replace(named("ab", "cd"), weights="w")
+    other = msgspec.structs.replace(named("abcd"), weights="v")
+    assert one.difference(other) is None
+    alike = msgspec.structs.replace(named("ab", "cd"), weights="v")
+    assert one.difference(alike) == ("weights", "w", "v")
+
+
 def test_bytes_are_the_same_only_if_they_are_in_all_stages() -> None:
     one = said(later_stages=[stage(layers="b")])
     assert one.has_bytes_of(one)
@@ -185,6 +261,14 @@ def test_a_stage_without_layers_of_a_group_is_read_by_one_like_it() -> None:
         (
             {"groups": stage(pages=()), "later_stages": [stage(pages=())]},
             "no layer keeps anything in group 0",
+        ),
+        (
+            {"groups": stage(names=("a", "b")), "later_stages": [stage(names=("c", "a"))]},
+            "layer a is in several pipeline stages or groups",
+        ),
+        (
+            {"groups": [*stage(names=("a", "b")), *stage(names=("b", "c"))]},
+            "layer b is in several pipeline stages or groups",
         ),
         ({"later_stages": []}, "length"),
         ({"later_stages": [[]]}, "length"),

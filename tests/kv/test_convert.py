@@ -130,6 +130,68 @@ def test_conversions_give_what_copying_a_byte_at_a_time_gives(conversion, seed):
     np.testing.assert_array_equal(source, before)
 
 
+@thorough
+@given(conversions(), st.data())
+def test_layers_in_other_places_are_converted_as_each_of_them_alone(conversion, data):
+    source_pages, target_pages, sizes, heads, blocks, end = conversion
+    # The peer's layers among others of its, ours in an order of our own.
+    others = data.draw(st.lists(st.sampled_from(["C3", "H2.N4.C6?", "(C2|C2)"]), max_size=3))
+    at = data.draw(st.permutations(range(len(source_pages) + len(others))))
+    to = data.draw(st.permutations(range(len(target_pages))))
+    theirs, ours = [""] * len(at), [""] * len(to)
+    for page, place in zip([*source_pages, *others], at, strict=True):
+        theirs[place] = page
+    for page, place in zip(target_pages, to, strict=True):
+        ours[place] = page
+    places = list(zip(at, to, strict=False))
+    options = {"source_block_size": sizes[0], "target_block_size": sizes[1]}
+    converter = SlotConverter(theirs, ours, places=places, **options)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    source = rng.integers(0, 256, converter.source_bytes + 7, np.uint8)
+    target = rng.integers(0, 256, converter.target_bytes + 5, np.uint8)
+    expected, before = target.copy(), source.copy()
+    starts = [[0], [0]]
+    for found, pages in zip(starts, (theirs, ours), strict=True):
+        for page in pages:
+            found.append(found[-1] + page_bytes(page))
+    for part, (begin, end_at) in zip(heads, places, strict=True):
+        alone = SlotConverter([theirs[begin]], [ours[end_at]], **options)
+        cut = source[starts[0][begin] : starts[0][begin + 1]]
+        to_cut = expected[starts[1][end_at] : starts[1][end_at + 1]]
+        alone.copy(cut, blocks[0], to_cut, blocks[1], [part], end_token=end)
+    converter.copy(source, blocks[0], target, blocks[1], heads, end_token=end)
+    np.testing.assert_array_equal(target, expected)
+    np.testing.assert_array_equal(source, before)
+
+
+@given(st.data())
+def test_whole_pages_in_other_places_are_copied_byte_for_byte(data):
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    at = data.draw(st.permutations(range(len(sizes))))
+    chosen = data.draw(st.lists(st.sampled_from(at), min_size=1, unique=True))
+    theirs, ours = [f"C{size}?" for size in sizes], [f"C{sizes[i]}?" for i in chosen]
+    converter = SlotConverter(
+        theirs,
+        ours,
+        source_block_size=3,
+        target_block_size=3,
+        whole=True,
+        places=[(place, number) for number, place in enumerate(chosen)],
+    )
+    source = np.arange(converter.source_bytes, dtype=np.uint8)
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    target = np.zeros(converter.target_bytes, np.uint8)
+    converter.copy(source, 0, target, 0, [], end_token=0)
+    expected = np.concatenate([source[starts[i] : starts[i + 1]] for i in chosen])
+    np.testing.assert_array_equal(target, expected)
+
+
+def page_bytes(order):
+    """Bytes of a page by the sizes in its name."""
+    halves = order.removesuffix("?").replace("(", "").replace(")", "").split("|")
+    return sum(prod(int(dim[1:]) for dim in half.split(".") if dim) for half in halves)
+
+
 def whole(heads, layers):
     return [HeadSlice(0, 0, heads)] * layers
 

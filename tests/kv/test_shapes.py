@@ -176,3 +176,19 @@ def test_needed_blocks_are_those_of_the_tokens_that_the_next_one_reads(
     assert {token // block_size for token in read} <= set(needed)
     # and at most the block that the first of them lies in more than that
     assert len(needed) <= len({token // block_size for token in read}) + (attention_type != "all")
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [(("a",), "1 names of 2 pages"), ((), "0 names"), (("a", "a"), "layer a has two pages")],
+)
+def test_names_that_cannot_be_are_refused(names: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        group_shape(names=names)
+
+
+def test_some_layers_of_a_group_keep_their_names_and_pages() -> None:
+    shape = group_shape(names=("a", "b", "c"), pages=("C1", "C2", "C3"))
+    some = shape.of_layers([2, 0])
+    assert (some.names, some.pages) == (("c", "a"), ("C3", "C1"))
+    assert group_shape().of_layers([1]).pages == ("H2.N16.C64",)

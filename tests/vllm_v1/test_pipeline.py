@@ -4,10 +4,12 @@
 import random
 import threading
 
+import msgspec
 import pytest
 
 from omni_connector.copy import ledger, load_plans
 from omni_connector.errors import ConfigError
+from omni_connector.kv import compatibility
 from omni_connector.vllm_v1 import connector
 from tests import inspection
 from tests.toy import BLOCK, FAMILIES, LAYERS, WINDOW
@@ -69,7 +71,7 @@ def test_stages_that_are_swapped_are_noticed_by_these_tests(engine, monkeypatch,
 
     def swapped(plan, spec):
         places = {0: 0, 1: 2, 2: 1}
-        return [spec.arenas[places[rank]] for rank, _ in plan.sources]
+        return [spec.arenas[places[source.rank]] for source in plan.sources]
 
     prefill = engine("kv_producer", stages=EVEN)
     right, wrong = (engine("kv_consumer", stages=EVEN) for _ in range(2))
@@ -82,46 +84,151 @@ def test_stages_that_are_swapped_are_noticed_by_these_tests(engine, monkeypatch,
     monkeypatch.setattr(load_plans.LoadPlan, "arenas", plans)
 
 
+OTHERS = [
+    *(((), split) for split in SPLITS.values()),
+    *((split, ()) for split in SPLITS.values()),
+    *((SPLITS["two"], SPLITS["three"]), (SPLITS["three"], SPLITS["two"])),
+    *((SPLITS["two"], SPLITS["late"]), (EVEN, SPLITS["three"])),
+]
+"""Engines with other stages: where those of the prefill engine begin, and those of the other."""
+
+
 @pytest.mark.parametrize(
-    ("theirs", "ours"), [((), (1,)), ((1,), ()), ((1,), (2,)), (EVEN, (1,))], ids=str
+    ("family", "theirs", "ours"),
+    [
+        (family, *stages)
+        for family, groups in FAMILIES.items()
+        for stages in OTHERS
+        if max(sum(stages, ())) < LAYERS * len(groups)
+    ],
+    ids=str,
 )
-def test_other_stages_are_refused_and_the_prompt_is_computed(engine, tokens, log, theirs, ours):
-    prefill, decode = engine("kv_producer", stages=theirs), engine("kv_consumer", stages=ours)
+def test_engines_with_other_stages_read_each_other_by_layer(engine, family, theirs, ours):
+    reference = engine(family=family)
+    prefill = engine("kv_producer", family=family, stages=theirs)
+    decode = engine("kv_consumer", family=family, stages=ours)
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    if family in ALL_TO_LOAD:
+        assert decode.count("tokens_loaded") == sum(LENGTHS) - len(LENGTHS)
+    assert not prefill.failures()
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize(
+    "ranks", [(2, 1), (1, 2), (2, 2)], ids=lambda pair: f"{pair[0]} to {pair[1]}"
+)
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (32, 16)], ids=str)
+@pytest.mark.parametrize("family", ["full", "window and full", "latent"])
+@pytest.mark.parametrize("way", ["to one", "to two"])
+def test_other_stages_ranks_and_blocks_at_once(engine, family, sizes, ranks, way):
+    stages = [(1,), ()] if way == "to one" else [(), (1,)]
+    prefill, decode = (
+        engine(role, family=family, stages=split, ranks=each, block_size=size)
+        for role, split, each, size in zip(
+            ("kv_producer", "kv_consumer"), stages, ranks, sizes, strict=True
+        )
+    )
+    reference = engine(family=family, block_size=sizes[1])
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    assert decode.count("handoffs_received") == len(LENGTHS)
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
+@pytest.mark.parametrize("stages", [((1,), ()), ((), (1,)), ((1,), (4,))], ids=str)
+def test_states_of_other_stages_and_blocks(engine, sizes, stages):
+    prefill, decode = (
+        engine(role, family=HYBRID, stages=split, block_size=size)
+        for role, split, size in zip(("kv_producer", "kv_consumer"), stages, sizes, strict=True)
+    )
+    reference = engine(block_size=sizes[1], family=HYBRID)
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    assert decode.count("handoffs_received") == len(LENGTHS)
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("theirs", [(1,), ()], ids=["to one", "to two"])
+@pytest.mark.parametrize("family", ["full", HYBRID])
+def test_wrong_bytes_of_layers_that_another_stage_reads_are_noticed_too(engine, family, theirs):
+    """A checksum is of a whole slot, whichever of its layers are read."""
+    ours = () if theirs else (1,)
+    prefill = engine("kv_producer", family=family, stages=theirs)
+    decode = engine("kv_consumer", family=family, stages=ours)
+    asked = prompt(7 * BLOCK + 3)
+    answer = prefill.generate(asked, params=HANDOFF).params
+    slots = prefill.handoffs[0].slots[-1]
+    prefill.arena(len(theirs)).slots[slots[-1]][3] ^= 1
+    expected = engine(family=family).generate(asked, 6).tokens
+    assert decode.generate(asked, 6, params=answer).tokens == expected
+    assert decode.failures() == {"checksum_mismatch": 1}
+    assert_clean(prefill, decode)
+
+
+def test_layers_that_are_swapped_are_noticed_by_these_tests(engine, monkeypatch, tokens):
+    """Pages of two layers are of one size, and the checksum of their slot is right."""
+    read_by = compatibility.LayerPlaces.read_by
+
+    def swapped(places, group, reader):
+        [(stage, pairs)] = read_by(places, group, reader)
+        turned = [at for at, _ in pairs[::-1]]
+        return [(stage, [(at, own) for at, (_, own) in zip(turned, pairs, strict=True)])]
+
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", stages=(1,))
+    asked = prompt(100)
+    answer = prefill.generate(asked, params=HANDOFF).params
+    monkeypatch.setattr(compatibility.LayerPlaces, "read_by", swapped)
+    assert decode.generate(asked, 6, params=answer).tokens != tokens(asked, 6)
+    assert decode.count("tokens_loaded") == 99
+    assert not decode.failures()
+
+
+def of_names(key, names):
+    """The key of an engine of one stage and one group with other layers' names."""
+    [group] = key.groups
+    return {"groups": (msgspec.structs.replace(group, names=names, layers="other"),)}
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (msgspec.UNSET, "pipeline stages"),
+        (("a", "b", "c"), "layers of group 0"),
+        (tuple(f"model.layers.{i}.attn" for i in range(LAYERS)), "layers of group 0"),
+    ],
+    ids=["none", "other", "other of the same numbers"],
+)
+def test_a_peer_of_other_stages_with_other_layers_is_refused(engine, tokens, log, names, told):
+    prefill, decode = engine("kv_producer", stages=(1,)), engine("kv_consumer")
     asked = prompt(70)
     answer = prefill.generate(asked, params=HANDOFF).params
+    inspection.learn(decode.half, **of_names(inspection.compatibility(decode.half), names))
     for _ in range(2):  # the second time it is known already
         assert decode.generate(asked, 6, params=answer).tokens == tokens(asked, 6)
     assert decode.failures() == {"incompatible_peer": 2}
     assert prefill.failures() == {"refused_peer": 1}
     assert decode.count("tokens_loaded") == 0
-    named = "pipeline stages" if len(theirs) != len(ours) else "layers of group 0 of pipeline stage"
-    assert len(log) == 2
-    assert all(named in line for line in log)
+    assert all(told in line for line in log)
 
 
-def test_a_later_stage_with_other_layers_is_refused(engine, log):
-    """The first stage is alike; of a hybrid model the others begin elsewhere."""
-    family = "window and full"
-    prefill = engine("kv_producer", family=family, stages=(1, LAYERS))
-    decode = engine("kv_consumer", family=family, stages=(1, LAYERS + 1))
-    asked = prompt(70)
-    expected = engine(family=family).generate(asked, 6).tokens
-    assert hand_off(prefill, decode, asked) == expected
-    assert decode.failures() == {"incompatible_peer": 1}
-    assert "layers of group 1 of pipeline stage 1" in log[-1]
-
-
-def test_a_peer_whose_stages_are_in_another_order_is_refused(engine, tokens, log):
-    """Each has as many layers of the same kind, but not the same ones."""
-    prefill, decode = engine("kv_producer", stages=EVEN), engine("kv_consumer", stages=EVEN)
+def test_a_stage_that_is_missing_is_refused_by_its_layers(engine, tokens, log):
+    prefill, decode = engine("kv_producer", stages=EVEN), engine("kv_consumer")
     asked = prompt(70)
     answer = prefill.generate(asked, params=HANDOFF).params
     key = inspection.compatibility(decode.half)
-    inspection.learn(decode.half, later_stages=key.later_stages[::-1])
+    inspection.learn(decode.half, groups=(key.groups[0].of_layers([0, 2]),))
     assert decode.generate(asked, 6, params=answer).tokens == tokens(asked, 6)
-    assert prefill.failures() == {"refused_peer": 1}
     assert decode.failures() == {"incompatible_peer": 1}
-    assert "layers of group 0 of pipeline stage 1" in log[-1]
+    assert "layers of group 0" in log[-1]
+    assert key.groups[0].names[1] in log[-1]
 
 
 @pytest.mark.parametrize(
