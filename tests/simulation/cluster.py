@@ -110,6 +110,12 @@ class Cluster(Clients):
             event = self.refusals.happens(engine)
 
             def reset() -> None:
+                layouts = {(each.shape.ranks, each.shape.stages) for each in self._started.values()}
+                halves = target.halves
+                if len(layouts) > 1 and halves and not inspection.has_known_weights(halves[0]):
+                    # Its weights count as others than those that it was started with, and those of
+                    # engines with other ranks cannot be compared with them.
+                    self.refusals.happens(None)
                 target.scheduler.reset_prefix_cache(False, connector)
                 self.refusals.over(event)
 

@@ -53,7 +53,7 @@ def featured(plan: Plan, draw: random.Random) -> Plan:
 
 def piped(plan: Plan, draw: random.Random) -> Plan:
     """The same with the layers spread over pipeline stages, for some of the plans; the plan itself
-    for the others.
+    for the others. In half of them each engine spreads them in its own way, or not at all.
 
     Args:
         draw: of this, and of nothing else.
@@ -63,19 +63,19 @@ def piped(plan: Plan, draw: random.Random) -> Plan:
     if draw.random() >= _PIPED_OFTEN or not alone:
         return plan
     layers = LAYERS * groups_of(plan.engines[0].family)
-    stages = tuple(sorted(draw.sample(range(1, layers), draw.choice((1, 1, 2)))))
-    late = draw.choice((0.0, 0.3))
-    engines = tuple(
-        replace(
-            each,
-            stages=stages,
-            late_reports=late,
-            # V1 has no async scheduling with stages.
-            runner="v2" if each.overlap else each.runner,
-        )
-        for each in plan.engines
-    )
-    return replace(plan, engines=engines)
+
+    def split() -> tuple[int, ...]:
+        return tuple(sorted(draw.sample(range(1, layers), draw.choice((1, 1, 2)))))
+
+    common, late = split(), draw.choice((0.0, 0.3))
+    alike = draw.random() < 0.5
+    engines = []
+    for each in plan.engines:
+        stages = common if alike else draw.choice((common, split(), ()))
+        # V1 has no async scheduling with stages.
+        runner = "v2" if each.overlap and stages else each.runner
+        engines.append(replace(each, stages=stages, late_reports=late, runner=runner))
+    return replace(plan, engines=tuple(engines))
 
 
 def _full_pool(plan: Plan, draw: random.Random) -> Plan:

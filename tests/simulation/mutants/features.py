@@ -56,8 +56,8 @@ FEATURES: Final = (
         "KV of a peer with other ranks is read as that of one with as many",
         (
             "omni_connector.kv.compatibility",
-            "        return self.ranks == reader.ranks and all(\n",
-            "        return all(\n",
+            "            self.ranks == reader.ranks\n            and self.has_stages_of(reader)\n",
+            "            self.has_stages_of(reader)\n",
         ),
     ),
     mutant(
@@ -74,10 +74,8 @@ FEATURES: Final = (
         "ranks of later pipeline stages read the first stage's arenas",
         (
             "omni_connector.copy.load_plans",
-            "            return LoadPlan(ours.block_size, self._layout.group_bytes[group], "
-            "((self._rank, ()),))\n",
-            "            return LoadPlan(ours.block_size, self._layout.group_bytes[group], "
-            "((self._rank % self._ranks, ()),))\n",
+            "whole = LoadSource(self._rank, ",
+            "whole = LoadSource(self._rank % self._ranks, ",
         ),
     ),
     mutant(
@@ -85,8 +83,35 @@ FEATURES: Final = (
         "of a peer with other blocks or ranks, the first pipeline stage is read by all",
         (
             "omni_connector.copy.load_plans",
-            "                    stage * source.ranks + of_stage, ",
-            "                    of_stage, ",
+            "                    source_stage * source.ranks + of_stage,\n",
+            "                    of_stage,\n",
+        ),
+    ),
+    mutant(
+        "stages with as many layers are the same",
+        "of a peer with other pipeline stages, a stage with as many layers is read as ours",
+        (
+            "omni_connector.copy.load_plans",
+            "source.stages[stage][group].layers == ours.layers",
+            "len(source.stages[stage][group].pages) == len(ours.pages)",
+        ),
+    ),
+    mutant(
+        "one stage of the peer is read",
+        "layers that the peer keeps in further pipeline stages are left out",
+        (
+            "omni_connector.copy.load_plans",
+            "for of_stage, places in found.read_by(group, ours)]\n",
+            "for of_stage, places in found.read_by(group, ours)[:1]]\n",
+        ),
+    ),
+    mutant(
+        "pages keep their places",
+        "whole pages of a slot are copied to where they were",
+        (
+            "omni_connector.kv.convert",
+            "self._runs.append((offsets[0], offsets[1], ",
+            "self._runs.append((offsets[0], offsets[0] % self.target_bytes, ",
         ),
     ),
     mutant(

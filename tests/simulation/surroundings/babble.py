@@ -29,6 +29,7 @@ from omni_connector.handoff.messages import (
 )
 from omni_connector.handoff.params import handoff_answer
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.runtime import runtime_dir, socket_path
 from omni_connector.transports.base import Endpoint
 from tests.simulation.surroundings.wires import (
@@ -90,9 +91,15 @@ def _mutated(compatibility: CompatibilityKey, draw: random.Random) -> Compatibil
 
 def _changed(compatibility: CompatibilityKey, draw: random.Random) -> CompatibilityKey:
     groups = list(compatibility.groups)
-    change = draw.choice((0, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8))
+    change = draw.choice((0, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 9))
     if change == 8:
         stages = compatibility.stages
+        if draw.random() < 0.7:  # layers that have names cannot be in two stages
+            stages = tuple(tuple(map(_unnamed, stage)) for stage in stages)
+            groups = list(map(_unnamed, groups))
+            compatibility = msgspec.structs.replace(
+                compatibility, groups=stages[0], later_stages=stages[1:] or msgspec.UNSET
+            )
         later = draw.choice((msgspec.UNSET, (), (groups,), stages[:1], stages[::-1], 300 * stages))
         return msgspec.structs.replace(compatibility, later_stages=later)
     if change == 0:
@@ -111,15 +118,29 @@ def _changed(compatibility: CompatibilityKey, draw: random.Random) -> Compatibil
         pages: tuple[str, ...] = draw.choice(
             ((), (), ("",) * len(group.pages), group.pages[:1], (*group.pages, "H0"))
         )
-        groups[at] = msgspec.structs.replace(group, pages=pages)
+        groups[at] = msgspec.structs.replace(_unnamed(group), pages=pages)
     elif change == 5:
         size = draw.choice((1, 2, group.block_size * 2, _FAR - 1))
         groups[at] = msgspec.structs.replace(group, block_size=size)
     elif change == 6:
         groups[at] = msgspec.structs.replace(group, replicated=not group.replicated)
+    elif change == 9:
+        names = group.names or ()
+        groups[at] = draw.choice(
+            (
+                _unnamed(group),
+                msgspec.structs.replace(group, names=names[::-1], layers="turned"),
+                msgspec.structs.replace(group, names=tuple(map(str.upper, names)), layers="other"),
+                group.of_layers(range(len(names) // 2)),
+            )
+        )
     else:
         groups[at] = msgspec.structs.replace(group, kind=draw.choice(("", "mamba", "x" * 1000)))
     return msgspec.structs.replace(compatibility, groups=tuple(groups))
+
+
+def _unnamed(group: GroupShape) -> GroupShape:
+    return msgspec.structs.replace(group, names=msgspec.UNSET)
 
 
 class Liar(Actor):
