@@ -328,6 +328,11 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                     "is needed; `omni-connector keygen PATH` makes one, for all engines to share"
                 )
 
+    @property
+    def outlives(self) -> bool:
+        """Whether what an engine has kept is to outlive it."""
+        return self.share and self.orphan_s > 0
+
     def arena_bytes(self) -> int | None:
         """Bytes of arena for all ranks of this engine on this host; None where none were set."""
         return None if self.arena_gib is None else int(self.arena_gib * _GIB)

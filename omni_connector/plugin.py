@@ -12,6 +12,7 @@ vLLM and so can only be imported with a version that is supported.
 
 import importlib
 import logging
+import os
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
@@ -24,6 +25,7 @@ CONNECTOR_MODULE: Final = "omni_connector.vllm_v1.connector"
 
 # By name, as vLLM imports the connector: all of `vllm_v1` needs what stands here.
 _STARTUP_MODULE: Final = "omni_connector.vllm_v1.startup"
+_RESTARTS_MODULE: Final = "omni_connector.prefix.restarts"
 _MODELS_MODULE: Final = "omni_connector.vllm_v1.loaded_models"
 
 WORKERS: Final = "vllm.v1.worker.worker_base"
@@ -130,6 +132,15 @@ def register() -> None:
         importlib.import_module(_MODELS_MODULE).watch_workers()
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+    if os.environ.get("LISTEN_PID") == str(os.getpid()):  # systemd has passed descriptors
+        _stand_in()
+
+
+def _stand_in() -> None:
+    try:
+        importlib.import_module(_RESTARTS_MODULE).stand_in_here()
+    except Exception:  # the engine starts without what it had kept
+        _logger.exception("What systemd has kept cannot be used; please report it")
 
 
 def _check_settings_early() -> None:

@@ -31,10 +31,12 @@ VLLM = {
 
 OTHERS = {
     "DeepSeek": "models",
+    "FileDescriptorStoreMax": "a setting of systemd",
     "FlashAttention": "kernels",
     "MessagePack": "the wire format",
     "ModelScope": "a hub of models",
     "KillMode": "a setting of systemd",
+    "NotifyAccess": "a setting of systemd",
     "OpenMP": "threads of vLLM's CPU build",
     "preStop": "a hook of Kubernetes",
     "ServeGen": "traces that benchmarks replay",
@@ -45,6 +47,8 @@ OTHERS = {
     "mooncake.store": "a module of Mooncake's",
     "omni-connector-prefill": "an example of a Service in Kubernetes",
     "params.json": "a file of a model",
+    "sd_listen_fds": "a manual page of systemd",
+    "sd_notify": "a manual page of systemd",
     "su": "a command",
     "tcp_info": "a struct of Linux",
     "u32": "an unsigned integer of 32 bits",

@@ -48,8 +48,9 @@ logger = logging.getLogger("vllm.omni_connector.sharing")
 LOOK_S: Final = 1.0
 """Seconds between two listings of the runtime folder."""
 
-# Names of index sockets in the runtime folder begin with this.
-_KIND: Final = "i-"
+INDEX_KIND: Final = "i-"
+"""Names of index sockets in the runtime folder begin with this."""
+
 # Longest wait for the answers of all new engines, in seconds.
 _ANSWER_S: Final = 1.0
 # Longest wait to connect to one engine, in seconds, and to read an answer that has begun. It waits
@@ -210,6 +211,11 @@ class LocalEngine:
     ranks: Ranks
     on_hits: Callable[[Ints, Ints], None]
     orphan_s: float = 0.0
+
+    @property
+    def gives(self) -> GiveIndex:
+        """What it answers to those that ask for its index."""
+        return GiveIndex(self.readers, self.index.epoch, self.index.num_slots, self.arenas)
 
 
 @dataclass(slots=True, eq=False)
@@ -384,12 +390,9 @@ class HostNeighbours:
         self._local_engine = local_engine
         self._clock = context.clock
         self._orphans = Orphans(local_engine, context.clock, memory_is_short)
-        self._own = runtime.socket_path(local_engine.folder, local_engine.name, kind=_KIND)
-        index = local_engine.index
-        self._gives = GiveIndex(
-            local_engine.readers, index.epoch, index.num_slots, local_engine.arenas
-        )
-        self._fd = os.dup(index.fd)
+        self._own = runtime.socket_path(local_engine.folder, local_engine.name, kind=INDEX_KIND)
+        self._gives = local_engine.gives
+        self._fd = os.dup(local_engine.index.fd)
         self._lock = threading.Lock()
         self._looks = threading.Lock()  # one look at a time
         self._met: dict[str, _Met] = {}
@@ -497,7 +500,7 @@ class HostNeighbours:
         except OSError as error:
             logger.debug("cannot read the runtime folder: %s", error)
             return []
-        return [name for name in names if name.startswith(_KIND) and name != self._own.name]
+        return [name for name in names if name.startswith(INDEX_KIND) and name != self._own.name]
 
     def _meet(self, names: Sequence[str]) -> None:
         """Ask new engines for their indexes, all at once, and take the answers as they come."""

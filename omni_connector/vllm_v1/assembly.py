@@ -5,6 +5,7 @@ The worker half is made with the connector of its rank. The scheduler half is ma
 have registered their KV caches, because what it consists of depends on what they say.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -51,6 +52,7 @@ from omni_connector.prefix.loads import PrefixLoads
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.neighbours import LocalEngine
 from omni_connector.prefix.prompts import SharedGroups
+from omni_connector.prefix.restarts import Label, leave_index
 from omni_connector.prefix.saves import PrefixSaves
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.prefix.thinking import ThinkingTokens
@@ -125,6 +127,7 @@ def make_worker(
             ranks=ranks,
             context=context,
             prefault=surroundings.prefault,
+            outlives=config.outlives,
         )
     return OmniWorker(
         config=config,
@@ -533,24 +536,25 @@ class _Assembly:
         epoch = self._context.randbytes(EPOCH_BYTES)
         index = BlockIndex.create(self._directory.num_slots, epoch)
         try:
-            neighbours = self._surroundings.neighbours(
-                LocalEngine(
-                    folder=self._folder,
-                    name=f"index:{self._engine_id}",
-                    readers=readers_id(self._shared_with, self._hash_id),
-                    index=index,
-                    arenas=self._arenas,
-                    ranks=self._surroundings.ranks(
-                        self._folder, self._engine_id, self._ours.num_arenas
-                    ),
-                    on_hits=partial(touch, pool),
-                    orphan_s=self._config.orphan_s,
+            engine = LocalEngine(
+                folder=self._folder,
+                name=f"index:{self._engine_id}",
+                readers=readers_id(self._shared_with, self._hash_id),
+                index=index,
+                arenas=self._arenas,
+                ranks=self._surroundings.ranks(
+                    self._folder, self._engine_id, self._ours.num_arenas
                 ),
-                self._context,
+                on_hits=partial(touch, pool),
+                orphan_s=config.orphan_s,
             )
+            neighbours = self._surroundings.neighbours(engine, self._context)
         except BaseException:
             index.close()
             raise
+        if config.outlives:
+            label = Label(config.namespace, engine.name, engine.gives)
+            leave_index(os.environ, label, index.fd)
         changes = None if self._events is None else SlotChanges(index.num_slots)
         pool.listing = SlotListing(index, prefix, changes)
         return HostBlocks(

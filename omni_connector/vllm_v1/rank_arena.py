@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arena of one rank: its memory, the claim on it, and the endpoints at which peers read it."""
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from omni_connector.arena.memory_claims import Reservation
 from omni_connector.arena.size import ArenaSizing
 from omni_connector.copy.copier import BlockCopier
 from omni_connector.kv.shapes import GroupShape
+from omni_connector.prefix.restarts import leave_arena
 from omni_connector.runtime.context import EngineContext
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.choice import Transports
@@ -48,6 +50,8 @@ class ArenaPlan:
         rank, ranks: of this worker, and how many its engine has.
         context: randomness.
         prefault: whether a thread populates the memory.
+        outlives: whether what is kept there outlives a restart of the service, where systemd keeps
+            it.
     """
 
     sizing: ArenaSizing
@@ -57,6 +61,7 @@ class ArenaPlan:
     ranks: int
     context: EngineContext
     prefault: bool
+    outlives: bool
 
     def open(
         self, slot_bytes: int, groups: tuple[GroupShape, ...], copier: BlockCopier
@@ -98,6 +103,8 @@ class ArenaPlan:
                 copier.pin(arena.slots)  # else piece by piece, as far as there is memory
             self.sizing.tell(self.rank, self.ranks, size, slot_bytes, groups)
             endpoints = self.transports.export(arena, self.name)
+            if self.outlives:
+                leave_arena(os.environ, arena)
         except BaseException:
             copier.close()
             RankArena(arena, (), reservation).close()

@@ -16,6 +16,7 @@ from omni_connector.cli.dashboard import FILES
 from omni_connector.cli.main import main
 from omni_connector.config import OmniConfig
 from omni_connector.runtime.metric_names import COUNTERS, GAUGES
+from tests.docs.pages import block
 
 yaml = pytest.importorskip("yaml")
 
@@ -91,6 +92,13 @@ def test_the_command_of_a_unit_is_right(path: Path) -> None:
         check(json.loads(words[words.index("--kv-transfer-config") + 1]))
     else:
         assert words[1] == "vllm-router"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_systemd_keeps_what_an_engine_had_as_the_page_says(role: str) -> None:
+    written = block("docs/shared-prefix.md", "[Service]").text
+    unit = (DEPLOY / "systemd" / f"omni-{role}.service").read_text("utf-8").splitlines()
+    assert set(written.split()) <= set(unit)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

@@ -155,6 +155,10 @@ LISTED = {
     (_QUICKSTART, "make demo"): "the demo runs in tests/e2e/test_demo.py",
     (_QUICKSTART, "pip install 'omni-connector[demo]'"): "needs an index; tests/e2e/test_demo.py",
     (_SHARED, "pip install"): "needs an index",
+    (
+        _SHARED,
+        "[Service]",
+    ): "tests/deploy/test_deploy.py reads it in the units; tests/e2e/test_restarts.py",
     (_SHARED, "mooncake_master"): "tests/e2e/test_store.py starts it so",
     (_SHARED, "curl -s"): "tests/e2e/test_store.py reads this counter",
     (_OBJECTS, "pip install"): "needs an index; tests/objects/test_mooncake_store.py starts it so",
