@@ -20,6 +20,7 @@ BENCHMARKS = (
     "cluster",
     "block_index",
     "eviction",
+    "admission",
     "objects",
     "store",
     "file_store",

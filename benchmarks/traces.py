@@ -118,6 +118,36 @@ def questions(seed: int = 0, count: int = 6000) -> Trace:
     return [system + fresh(1 + int(random.lognormal(2.5, 0.8))) for _ in range(count)]
 
 
+def documents(seed: int = 0, count: int = 2500) -> Trace:
+    """One-shot documents: a short prompt that all share, one of 20 instructions, and then a long
+    text that no other prompt has. One in 50 is asked about a second time, some prompts later."""
+    random = np.random.default_rng(seed)
+    fresh = _numbers()
+    system = fresh(1)
+    instructions = [fresh(1) for _ in range(20)]
+    prompts: list[tuple[float, list[int]]] = []
+    for at in range(count):
+        text = fresh(1 + min(240, int(random.lognormal(3.0, 0.7))))
+        prompt = system + instructions[random.integers(20)] + text
+        prompts.append((at, prompt))
+        if random.random() < 0.02:
+            prompts.append((at + random.exponential(100.0), prompt + fresh(1)))
+    return [prompt for _, prompt in sorted(prompts, key=lambda each: each[0])]
+
+
+def mixed(seed: int = 0, seconds: float = 1800.0) -> Trace:
+    """Conversations and one-shot documents on one engine, two documents for three prompts of
+    conversations, in an order that is drawn."""
+    random = np.random.default_rng(seed)
+    talks = conversations(seed, seconds)
+    texts = documents(seed, 2 * len(talks) // 3)
+    offset = 1 + max(max(prompt) for prompt in talks)
+    texts = [[block + offset for block in prompt] for prompt in texts]
+    order = random.permutation([True] * len(talks) + [False] * len(texts)).tolist()
+    left, right = iter(talks), iter(texts)
+    return [next(left if talk else right) for talk in order]
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One turn of a conversation.

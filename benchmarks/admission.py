@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks are saved to an arena, and what they give: admission policies on made traces.
+
+Block hashes only, no engine: the real slot pool with its order of eviction and its admission, as an
+engine that shares prefixes uses them. A prompt finds its blocks up to the first that is missing,
+and then saves those of its new blocks that the policy admits. Beside the policies of the setting
+`admission` stand:
+
+- `auto` with another threshold;
+- by kind: a sketch, no part of the package, that learns for each kind of request how often its new
+  blocks are used again; see `ByKind`;
+- Belady: it knows the future. It saves only blocks that are used before they would go.
+
+    python benchmarks/admission.py [--quick]
+
+writes results/admission.md and results/admission.png beside this file.
+"""
+
+import argparse
+import bisect
+import heapq
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib
+from traces import Trace, agents, conversations, documents, mixed
+
+from omni_connector.arena import eviction
+from omni_connector.arena.slot_pool import SlotPool
+from omni_connector.config import Admission
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+RESULTS = Path(__file__).parent / "results"
+SHARES = (0.01, 0.05, 0.20)
+BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a policy does with a trace.
+
+    Attributes:
+        asked: blocks of all prompts.
+        hits: blocks that were found.
+        saved: blocks that were copied.
+    """
+
+    asked: int
+    hits: int
+    saved: int
+
+    @property
+    def saved_per_1000(self) -> float:
+        """Blocks saved for 1,000 asked."""
+        return 1000 * self.saved / self.asked
+
+    @property
+    def hit_share(self) -> float:
+        """Part of the blocks that were found."""
+        return self.hits / self.asked
+
+    @property
+    def worth(self) -> float:
+        """Blocks found for each block saved."""
+        return self.hits / self.saved if self.saved else float("inf")
+
+
+Admit = Callable[[SlotPool, list[int], int, list[bytes]], list[bool]]
+"""Which new blocks of a prompt are saved: the pool, the prompt, how many of its first blocks were
+found, and the keys of the others."""
+
+
+def key_of(block: int) -> bytes:
+    """The key of a block of a trace."""
+    return b"%032d" % block
+
+
+def replay(size: int, trace: Trace, admit: Admit) -> Outcome:
+    """Replay a trace on the slot pool."""
+    pool = SlotPool(size)
+    asked = hits = saved = 0
+    for prompt in trace:
+        keys = [key_of(block) for block in prompt]
+        places = pool.places(0, keys)
+        has = places >= 0
+        depth = len(has) if has.all() else int(has.argmin())
+        asked += len(keys)
+        hits += depth
+        found = places[has][::-1]
+        pool.touch(found, pool.generation[found])
+        new = [key for key, there in zip(keys, has.tolist(), strict=True) if not there]
+        admitted = admit(pool, prompt, depth, new)
+        kept = pool.keep(0, [key for key, yes in zip(new, admitted, strict=True) if yes], size)
+        pool.filled(kept.slots)
+        pool.let_go(kept.slots[::-1])
+        saved += len(kept.slots)
+    return Outcome(asked, hits, saved)
+
+
+def setting(admission: Admission) -> Callable[[int, Trace], Outcome]:
+    """One of the values of the setting `admission`."""
+
+    def outcome(size: int, trace: Trace) -> Outcome:
+        return replay(size, trace, lambda pool, _, __, new: pool.admits(0, new, admission).tolist())
+
+    return outcome
+
+
+@contextmanager
+def auto_worth(worth: int) -> Iterator[None]:
+    """Have `auto` pass blocks over while fewer than one in `worth` is used again."""
+    former = eviction._WORTH
+    eviction._WORTH = worth  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        eviction._WORTH = former  # type: ignore[misc]
+
+
+def auto_8(size: int, trace: Trace) -> Outcome:
+    """The setting `auto`, if it wanted one block in 8 to be used again."""
+    with auto_worth(8):
+        return setting("auto")(size, trace)
+
+
+Kind = tuple[int, int]
+
+
+@dataclass
+class ByKind:
+    """Learns for each kind of request how often its new blocks are found again.
+
+    The kind of a request is how many of its first blocks were found and how many are new, both by
+    powers of two. So a further turn of a conversation is of another kind than its first one, and a
+    document than a question. The first new block of each prompt is watched, in a table in which it
+    overwrites what was at its place. A prompt that finds it while it is kept credits its kind.
+
+    New blocks of a kind that is credited less than once in `WORTH` prompts are treated as by
+    `second_hit`, except in one prompt in `EXPLORES`, from which the kind goes on learning.
+    """
+
+    TABLE = 1 << 14
+    WORTH = 8
+    SEEN = 32
+    EXPLORES = 16
+    FADES = 512
+
+    made: dict[Kind, int] = field(default_factory=dict)
+    found: dict[Kind, int] = field(default_factory=dict)
+    watched: dict[int, tuple[int, Kind]] = field(default_factory=dict)
+    prompts: int = 0
+
+    def __call__(
+        self, pool: SlotPool, prompt: list[int], depth: int, new: list[bytes]
+    ) -> list[bool]:
+        """Which of these blocks are saved."""
+        self.prompts += 1
+        for block in prompt[:depth]:
+            entry = self.watched.get(block % self.TABLE)
+            if entry is not None and entry[0] == block:
+                del self.watched[block % self.TABLE]
+                self.found[entry[1]] = self.found.get(entry[1], 0) + 1
+        if not new:
+            return []
+        kind = depth.bit_length(), len(new).bit_length()
+        made = self.made.get(kind, 0)
+        poor = made >= self.SEEN and self.found.get(kind, 0) * self.WORTH < made
+        explores = self.prompts % self.EXPLORES == 0
+        if not poor or explores:
+            self.watched[prompt[depth] % self.TABLE] = prompt[depth], kind
+            self.made[kind] = made + 1
+            if made > self.FADES:
+                self.made[kind] //= 2
+                self.found[kind] = self.found.get(kind, 0) // 2
+        admission: Admission = "second_hit" if poor and not explores else "all"
+        return pool.admits(0, new, admission).tolist()
+
+
+def by_kind(size: int, trace: Trace) -> Outcome:
+    """See `ByKind`."""
+    return replay(size, trace, ByKind())
+
+
+def belady(size: int, trace: Trace) -> Outcome:
+    """Of all blocks that are there or new, those stay that are used next; what never is used again
+    is not saved."""
+    uses: dict[int, list[int]] = {}
+    for at, prompt in enumerate(trace):
+        for block in prompt:
+            uses.setdefault(block, []).append(at)
+    kept: dict[int, int] = {}
+    latest_first: list[tuple[int, int, int]] = []
+    asked = hits = saved = 0
+    for at, prompt in enumerate(trace):
+        depth = next((i for i, block in enumerate(prompt) if block not in kept), len(prompt))
+        asked += len(prompt)
+        hits += depth
+        new: set[int] = set()
+        for i, block in enumerate(prompt):
+            later = uses[block]
+            place = bisect.bisect_right(later, at)
+            if place == len(later):
+                kept.pop(block, None)
+                continue
+            if block not in kept:
+                new.add(block)
+            kept[block] = later[place]
+            heapq.heappush(latest_first, (-later[place], -i, block))
+        while len(kept) > size:
+            use, _, block = heapq.heappop(latest_first)
+            if kept.get(block) == -use:
+                del kept[block]
+                new.discard(block)
+        saved += len(new)
+    return Outcome(asked, hits, saved)
+
+
+POLICIES: dict[str, Callable[[int, Trace], Outcome]] = {
+    "all": setting("all"),
+    "second_hit": setting("second_hit"),
+    "auto": setting("auto"),
+    "auto, one in 8": auto_8,
+    "by kind": by_kind,
+    "Belady": belady,
+}
+
+TRACES: dict[str, Callable[[float], Trace]] = {
+    "conversations": lambda part: conversations(0, 2400.0 * part),
+    "agents": lambda part: agents(0, 1600.0 * part),
+    "documents": lambda part: documents(0, int(3000 * part)),
+    "mixed": lambda part: mixed(0, 1600.0 * part),
+}
+
+Results = dict[str, dict[float, dict[str, Outcome]]]
+"""By trace, size of the arena and policy."""
+
+
+def markdown(results: Results, sizes: dict[str, str], command: str) -> str:
+    """The page of results."""
+    lines = [
+        "# Which new blocks are saved",
+        "",
+        f"`{command}`: Python {platform.python_version()}; the figures do not depend on the "
+        "machine.",
+        "",
+        "Block hashes are replayed on the real slot pool. *arena*: its slots, in percent of the "
+        "trace's distinct blocks. *saved*: blocks copied to the arena for 1,000 blocks of prompts. "
+        "*found*: part of these blocks that a prompt finds, up to its first that is missing, which "
+        "is also the part of its tokens. *found a save*: blocks found for each block saved.",
+        "",
+        *(f"- {name}: {size}" for name, size in sizes.items()),
+        "",
+        "![Blocks found and saved](admission.png)",
+        "",
+        "| trace | arena | policy | saved | found, % | found a save |",
+        "|---|---:|---|---:|---:|---:|",
+    ]
+    for trace, of_trace in results.items():
+        for share, of_share in of_trace.items():
+            for policy, outcome in of_share.items():
+                lines.append(
+                    f"| {trace} | {100 * share:.0f} % | {policy} | {outcome.saved_per_1000:.0f} "
+                    f"| {100 * outcome.hit_share:.1f} | {outcome.worth:.2f} |"
+                )
+    return "\n".join([*lines, ""])
+
+
+def plot(results: Results, path: Path) -> None:
+    """Blocks found over blocks saved, a line for each policy, a panel for each trace."""
+    figure, panels = plt.subplots(1, len(results), figsize=(4 * len(results), 3.6))
+    for panel, (trace, of_trace) in zip(panels, results.items(), strict=True):
+        for policy in POLICIES:
+            outcomes = [of_share[policy] for of_share in of_trace.values()]
+            panel.plot(
+                [each.saved_per_1000 for each in outcomes],
+                [100 * each.hit_share for each in outcomes],
+                marker="o",
+                label=policy,
+            )
+        panel.set_title(trace)
+        panel.set_xlabel("saved of 1,000 blocks")
+        panel.set_xlim(left=0)
+        panel.set_ylim(bottom=0)
+    panels[0].set_ylabel("blocks found, %")
+    panels[-1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Replay, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="shorter traces")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    arguments = parser.parse_args()
+    results: Results = {}
+    sizes: dict[str, str] = {}
+    for name, make in TRACES.items():
+        trace = make(0.2 if arguments.quick else 1.0)
+        distinct = len(set().union(*trace))
+        asked = sum(map(len, trace))
+        sizes[name] = f"{len(trace):,} prompts of {asked:,} blocks, {distinct:,} of them distinct"
+        results[name] = {
+            share: {policy: run(int(share * distinct), trace) for policy, run in POLICIES.items()}
+            for share in SHARES
+        }
+    text = markdown(
+        results, sizes, "python benchmarks/admission.py" + (" --quick" if arguments.quick else "")
+    )
+    print(text)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "admission.md").write_text(text)
+    plot(results, arguments.output / "admission.png")
+
+
+if __name__ == "__main__":
+    main()
