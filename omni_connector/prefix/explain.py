@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta
 
 from omni_connector.errors import ProtocolError
 from omni_connector.kv.shapes import GroupShape
@@ -334,7 +334,8 @@ class Explainer:
             ),
             hash_block_size=engine.hash_block_size,
             groups=tuple(
-                msgspec.structs.replace(shape, layers="", pages=("any",)) for shape in self._groups
+                msgspec.structs.replace(shape, layers="", pages=("any",), names=UNSET)
+                for shape in self._groups
             ),
             traits=_traits(engine),
             socket=socket_path(engine.folder, f"index:{engine.engine_id}", kind="i-").name,

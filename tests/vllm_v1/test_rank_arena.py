@@ -50,6 +50,7 @@ def test_an_arena_is_pinned_by_the_slots_that_are_populated(monkeypatch, prefaul
         ranks=1,
         context=EngineContext(),
         prefault=prefault,
+        outlives=False,
     )
     pins = Pins()
     with closing(plan.open(PAGE_BYTES, (group_shape(block_size=16),), pins)) as opened:
