@@ -142,10 +142,10 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         for field in (self._tells_weights(reader), *_BESIDES):
             if ours[field] != theirs[field]:
                 return field, ours[field], theirs[field]
-        places = LayerPlaces.of(self), LayerPlaces.of(reader)
         if not self.has_stages_of(reader):
-            if places[0] is not None and places[1] is not None:
-                return self._difference_by_layer(reader, places[0], places[1])
+            places, theirs_placed = LayerPlaces.of(self), LayerPlaces.of(reader)
+            if places is not None and theirs_placed is not None:
+                return self._difference_by_layer(reader, places, theirs_placed)
             if len(self.stages) != len(reader.stages):
                 return "pipeline stages", len(self.stages), len(reader.stages)
         for number, groups in enumerate(zip(self.stages, reader.stages, strict=True)):
