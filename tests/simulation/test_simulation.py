@@ -109,9 +109,9 @@ def counted(monkeypatch):
     return counted
 
 
-def run_those(wanted):
-    """Run the plans among the first 150 that are wanted; all must hold."""
-    plans = [plan_of(seed) for seed in range(150)]
+def run_those(wanted, seeds=range(150)):
+    """Run the plans of these seeds that are wanted; all must hold."""
+    plans = [plan_of(seed) for seed in seeds]
     with laboratory():
         for plan in plans:
             if wanted(plan):
@@ -119,7 +119,11 @@ def run_those(wanted):
 
 
 def test_engines_of_a_host_find_blocks_in_each_other_s_arenas_and_in_their_own(counted):
-    run_those(lambda plan: plan.engines[0].hosts and not has_states(plan.engines[0].family))
+    # Five of these meet a slot that was evicted meanwhile; of the first 150 none does.
+    run_those(
+        lambda plan: plan.engines[0].hosts and not has_states(plan.engines[0].family),
+        range(150, 300),
+    )
     assert counted["tokens_from_host"] > 500
     assert counted["tokens_kept"] > 100
     assert counted["failure:stale_slot"] > 2
