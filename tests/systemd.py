@@ -11,8 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Final, Self
+from typing import IO, Final
 
 _MOST_DESCRIPTORS: Final = 8  # in one message
 _OUT_OF_THE_WAY: Final = 200  # of what the descriptors are put at in the service
@@ -85,17 +84,6 @@ class Systemd:
         while self._kept:
             os.close(self._kept.pop()[1])
         self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _take(self) -> None:
         message, descriptors, _, _ = socket.recv_fds(self._socket, 4096, _MOST_DESCRIPTORS)

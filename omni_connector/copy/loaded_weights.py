@@ -200,7 +200,8 @@ def _row_major(tensor: torch.Tensor, start: int, number: int) -> torch.Tensor:
     if tensor.dim() <= 1:
         return tensor.reshape(-1)[start : start + number].contiguous()
     row = tensor[0].numel()
-    first, last = start // row, -(-(start + number) // row)
+    first = start // row
+    last = -(-(start + number) // row)
     if row * tensor.element_size() <= PIECE_BYTES:
         rows = tensor[first:last].reshape(-1)
         return rows[start - first * row : start - first * row + number].contiguous()

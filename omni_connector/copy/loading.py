@@ -184,7 +184,8 @@ class _Sources:
         """The slots of a step in place, by the ranks that have them; else the seconds after which
         to look again."""
         sources = self._of(step)
-        slots, generations = step.slots, step.generations
+        slots = step.slots
+        generations = step.generations
         try:
             return [
                 MappedSlots(each, slots, generations, source.length)
@@ -199,7 +200,8 @@ class _Sources:
 
     def fetched(self, step: LoadStep) -> list[FetchedSlots]:
         """The slots of a step, fetched. Runs on another thread."""
-        slots, generations = step.slots, step.generations
+        slots = step.slots
+        generations = step.generations
         fetched: list[FetchedSlots] = []
         try:
             for each, source in zip(self._of(step), step.plan.sources, strict=True):

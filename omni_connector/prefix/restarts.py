@@ -66,12 +66,10 @@ class Label(Struct, frozen=True, tag="label"):
 
     Attributes:
         namespace: of the engine.
-        name: of the engine's socket.
         gives: what the engine answered to those who asked for its index.
     """
 
     namespace: Annotated[str, Meta(max_length=4096)]
-    name: Annotated[str, Meta(max_length=4096)]
     gives: GiveIndex
 
 
@@ -184,7 +182,9 @@ class StandIn:
         self._unasked = set(arena_fds)
         self._closing = False
         folder = runtime.runtime_dir(label.namespace)
-        path = runtime.socket_path(folder, f"restarted:{label.name}", kind=INDEX_KIND)
+        # By its epoch: an engine that was restarted twice may have had one id.
+        name = f"restarted:{label.gives.epoch.hex()}"
+        path = runtime.socket_path(folder, name, kind=INDEX_KIND)
         endpoints = mapped(label.gives)
         self._index = msgspec.structs.replace(
             label.gives,

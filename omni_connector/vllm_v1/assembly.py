@@ -553,7 +553,7 @@ class _Assembly:
             index.close()
             raise
         if config.outlives:
-            label = Label(config.namespace, engine.name, engine.gives)
+            label = Label(config.namespace, engine.gives)
             leave_index(os.environ, label, index.fd)
         changes = None if self._events is None else SlotChanges(index.num_slots)
         pool.listing = SlotListing(index, prefix, changes)

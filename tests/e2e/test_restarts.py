@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A service that is alone on its host is killed, and finds after its restart what it had kept."""
 
+import contextlib
 import sys
 import tempfile
 import time
@@ -44,7 +45,10 @@ class Unit(Systemd):
 
 @pytest.fixture
 def unit() -> Iterator[Unit]:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder, Unit(Path(folder)) as made:
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,
+        contextlib.closing(Unit(Path(folder))) as made,
+    ):
         yield made
 
 

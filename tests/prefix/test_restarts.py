@@ -72,7 +72,7 @@ class Service:
     turns: list[Turn] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
 
-    def run_and_kill(self, name: str = "first", ranks: int = 2) -> None:
+    def run_and_kill(self, ranks: int = 2) -> None:
         """An engine keeps two blocks, in two ranks, and is gone."""
         with contextlib.ExitStack() as ends:
             arenas = []
@@ -84,8 +84,8 @@ class Service:
                 arenas.append((Endpoint.of(arena, "shm", f"{self.folder}/a-{rank}.sock"),))
             index = ends.enter_context(contextlib.closing(BlockIndex.create(8, os.urandom(16))))
             index.add(TAGS, np.array([3, 5]), np.array([1, 2]))
-            engine = self._engine(name, index, tuple(arenas))
-            label = Label("default", name, engine.gives)
+            engine = self._engine("engine", index, tuple(arenas))
+            label = Label("default", engine.gives)
             leave_index(self.systemd.environment, label, index.fd)
 
     def _engine(self, name: str, index: BlockIndex, arenas: object) -> LocalEngine:
@@ -133,7 +133,10 @@ class Service:
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder, Systemd(Path(folder)) as systemd:
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,
+        contextlib.closing(Systemd(Path(folder))) as systemd,
+    ):
         monkeypatch.setenv(runtime.RUNTIME_DIR_VARIABLE, f"{folder}/run")
         yield Service(Path(folder), systemd, monkeypatch)
 
@@ -204,9 +207,9 @@ def test_nothing_is_kept_for_ever(service: Service) -> None:
 
 
 def test_two_restarts_in_a_row_lose_nothing(service: Service) -> None:
-    service.run_and_kill("first")
+    service.run_and_kill()
     first = service.restart()
-    service.run_and_kill("second")  # before anybody has asked the stand-in
+    service.run_and_kill()  # before anybody has asked the stand-in
     for stand in first:
         stand._listener.close()  # its process is killed
     with contextlib.ExitStack() as ends:
