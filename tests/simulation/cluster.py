@@ -110,12 +110,10 @@ class Cluster(Clients):
             event = self.refusals.happens(engine)
 
             def reset() -> None:
-                layouts = {(each.shape.ranks, each.shape.stages) for each in self._started.values()}
                 halves = target.halves
-                if len(layouts) > 1 and halves and not inspection.has_known_weights(halves[0]):
-                    # Its weights count as others than those that it was started with, and those of
-                    # engines with other ranks cannot be compared with them.
-                    self.refusals.happens(None)
+                if halves and not inspection.has_known_weights(halves[0]):
+                    # Its weights count as others than those that it was started with.
+                    self._may_not_compare()
                 target.scheduler.reset_prefix_cache(False, connector)
                 self.refusals.over(event)
 
@@ -417,7 +415,15 @@ class Cluster(Clients):
         self.operating += 1
         self.excuses = True
         self._update = self.refusals.happens(None)
+        self._may_not_compare()
         self._operate(updating(self, **how), self.world.now - self.lag + _OPERATOR_S + self._slack)
+
+    def _may_not_compare(self) -> None:
+        """Weights have changed, or count as changed, and no trainer names them: from now on engines
+        of other ranks and pipeline stages refuse each other, as they cannot compare them."""
+        layouts = {(each.shape.ranks, each.shape.stages) for each in self._started.values()}
+        if len(layouts) > 1:
+            self.refusals.happens(None)
 
     def train(self, engine: str, **how: Any) -> None:
         """A trainer gives one engine other weights."""
