@@ -420,9 +420,11 @@ class Cluster(Clients):
 
     def _may_not_compare(self) -> None:
         """Weights have changed, or count as changed, and no trainer names them: from now on engines
-        of other ranks and pipeline stages refuse each other, as they cannot compare them."""
+        of other ranks and pipeline stages refuse each other, as they cannot compare them. What is
+        refused stays until its time is over."""
         layouts = {(each.shape.ranks, each.shape.stages) for each in self._started.values()}
         if len(layouts) > 1:
+            self.lingers = True
             self.refusals.happens(None)
 
     def train(self, engine: str, **how: Any) -> None:
