@@ -2,6 +2,8 @@
 """What engines count on the way, as vLLM logs it and as Prometheus sees it."""
 
 import time
+from copy import copy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -30,10 +32,16 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def prometheus(engine, registry):
-    """The metrics of one engine, in a registry of the test's own."""
+    """The metrics of one engine, in a registry of the test's own.
+
+    The engine's id is one that writes no status file: gauges show what a test gives them, and not
+    what a living engine has written meanwhile.
+    """
     metric_types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config = copy(engine("kv_both").config)
+    config.kv_transfer_config = replace(config.kv_transfer_config, engine_id="writes-no-file")
     return OmniKVConnector.build_prom_metrics(
-        engine("kv_both").config, metric_types, ["model_name", "engine"], {0: ["toy", "0"]}
+        config, metric_types, ["model_name", "engine"], {0: ["toy", "0"]}
     )
 
 
