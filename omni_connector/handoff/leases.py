@@ -22,7 +22,7 @@ import numpy as np
 
 from omni_connector.arena.slot_index import Ints, SlotKey
 from omni_connector.arena.slot_pool import NONE, SlotPool
-from omni_connector.copy.ledger import Block
+from omni_connector.copy.held_blocks import Block
 from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.messages import TOKEN_BYTES, DigestKind
 from omni_connector.handoff.prompt import Prompt

@@ -16,8 +16,14 @@ from typing import Any, Final
 
 import numpy as np
 
+from omni_connector.copy.held_blocks import (
+    CANCELLED,
+    CopyLedger,
+    CopyWork,
+    EngineRequest,
+    RequestBlocks,
+)
 from omni_connector.copy.jobs import LoadSpec
-from omni_connector.copy.ledger import CANCELLED, CopyLedger, CopyWork, EngineRequest, RequestBlocks
 from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError, ProtocolError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.client import Lease, LeaseDeniedError, PendingLease

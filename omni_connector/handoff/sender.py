@@ -16,8 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from omni_connector.arena.slot_index import SlotKey
-from omni_connector.copy.jobs import SaveSpec
-from omni_connector.copy.ledger import (
+from omni_connector.copy.held_blocks import (
     CANCELLED,
     Block,
     CopyLedger,
@@ -27,6 +26,7 @@ from omni_connector.copy.ledger import (
     EngineStep,
     RequestBlocks,
 )
+from omni_connector.copy.jobs import SaveSpec
 from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.leases import Handoff, SlotDirectory
 from omni_connector.handoff.params import handoff_answer, no_handoff_answer

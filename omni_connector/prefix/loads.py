@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from omni_connector.copy.ledger import CANCELLED, CopyLedger, EngineRequest
+from omni_connector.copy.held_blocks import CANCELLED, CopyLedger, EngineRequest
 from omni_connector.copy.prefix_jobs import HostLoadSpec, StoreLoadSpec
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, shares
 from omni_connector.prefix.host_blocks import HostBlocks, Wanted

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
 
-from omni_connector.copy.ledger import EngineRequest
+from omni_connector.copy.held_blocks import EngineRequest
 from omni_connector.kv.block_names import block_names
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.hints import Hints

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.copy.ledger import (
+from omni_connector.copy.held_blocks import (
     CANCELLED,
     CopyLedger,
     CopyWork,

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from omni_connector.copy.ledger import CopyWork, EngineRequest
+from omni_connector.copy.held_blocks import CopyWork, EngineRequest
 from omni_connector.errors import OmniError
 from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.prefix.block_changes import BlockChanges

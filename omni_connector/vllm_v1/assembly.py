@@ -23,7 +23,7 @@ from omni_connector.arena.size import ArenaSizing
 from omni_connector.arena.slot_index import SlotChanges
 from omni_connector.arena.slot_pool import SlotListing
 from omni_connector.config import OmniConfig
-from omni_connector.copy.ledger import CopyLedger
+from omni_connector.copy.held_blocks import CopyLedger
 from omni_connector.errors import ConfigError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.leases import SlotDirectory

@@ -30,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 from vllm.logger import init_logger  # noqa: E402
 
 from omni_connector.config import OmniConfig  # noqa: E402
-from omni_connector.copy.ledger import SETTLE_S  # noqa: E402
+from omni_connector.copy.held_blocks import SETTLE_S  # noqa: E402
 from omni_connector.vllm_v1.assembly import make_scheduler, make_worker  # noqa: E402
 from omni_connector.vllm_v1.compat import (  # noqa: E402
     cache_hit_source,

@@ -14,7 +14,7 @@ import msgspec
 from vllm.logger import init_logger
 
 from omni_connector.copy.ended import CopiesOfRanks
-from omni_connector.copy.ledger import CopyLedger, Ended
+from omni_connector.copy.held_blocks import CopyLedger, Ended
 from omni_connector.errors import OmniError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.leases import SlotDirectory

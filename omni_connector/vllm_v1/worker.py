@@ -2,7 +2,7 @@
 """The worker half: one rank's KV caches, its arena, and the copies between them and peers'.
 
 A preemption needs no work here: until a copy has ended, the scheduler half holds its blocks
-(`copy.ledger`), so that vLLM gives them to no other request.
+(`copy.held_blocks`), so that vLLM gives them to no other request.
 """
 
 import os
@@ -18,9 +18,9 @@ from omni_connector.arena.nodes import near_cores, process_cores
 from omni_connector.config import OmniConfig
 from omni_connector.copy.copier import BlockCopier
 from omni_connector.copy.ended import ended_copies
+from omni_connector.copy.held_blocks import Ended
 from omni_connector.copy.jobs import LoadSpec, Saver, SaveSpec
 from omni_connector.copy.layered import Forward, LayerRanges, TracedCopier
-from omni_connector.copy.ledger import Ended
 from omni_connector.copy.loading import Loader
 from omni_connector.copy.prefix_jobs import HostLoadSpec, KeepSpec, StoreLoadSpec, StoreSaveSpec
 from omni_connector.copy.threads import (

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from omni_connector.arena.slot_index import SlotKey
-from omni_connector.copy.ledger import Block
+from omni_connector.copy.held_blocks import Block
 from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.leases import Handoff, LeaseAnswer, LeaseState, SlotDirectory
 from omni_connector.handoff.messages import DIGEST_BYTES, TOKEN_BYTES

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from omni_connector.copy.held_blocks import CopyLedger
 from omni_connector.copy.jobs import LoadSpec
-from omni_connector.copy.ledger import CopyLedger
 from omni_connector.handoff.client import Lease, LeaseDeniedError, PendingLease
 from omni_connector.handoff.messages import HandshakeReply, LeaseGranted
 from omni_connector.handoff.params import RemotePrefill

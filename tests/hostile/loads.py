@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from omni_connector.arena.arena import Arena
 from omni_connector.copy import loading
 from omni_connector.copy.copier import BlockCopy
+from omni_connector.copy.held_blocks import CopyLedger
 from omni_connector.copy.jobs import LoadSpec
-from omni_connector.copy.ledger import CopyLedger
 from omni_connector.copy.loading import Loader
 from omni_connector.copy.threads import Outcome, Work
 from omni_connector.errors import PeerUnreachableError

@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from omni_connector.copy import ledger
+from omni_connector.copy import held_blocks
 from omni_connector.copy.loaded_weights import UnreadableWeightsError
 from omni_connector.errors import StaleSlotError
 from omni_connector.handoff import receiver
@@ -390,7 +390,7 @@ def test_a_reset_does_not_wait_for_copies_where_requests_hold_blocks(engine, mon
     held = sharer.hold(saves=True)
     sharer.submit(PROMPT, max_tokens=30)
     sharer.run(held.waiting.is_set)
-    monkeypatch.setattr(ledger, "SETTLE_S", 1e9)
+    monkeypatch.setattr(held_blocks, "SETTLE_S", 1e9)
     assert not sharer.scheduler.reset_prefix_cache()
     held.open()
     sharer.settle()

@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 
-from omni_connector.copy import ledger, load_plans
+from omni_connector.copy import held_blocks, load_plans
 from omni_connector.errors import ConfigError
 from omni_connector.kv import compatibility
 from omni_connector.vllm_v1 import connector
@@ -393,7 +393,7 @@ def test_engines_of_equal_stages_share_through_a_store(engine, tmp_path, family,
 
 @pytest.mark.parametrize("family", ["full", HYBRID])
 def test_a_reset_waits_for_the_copies_of_all_stages(engine, monkeypatch, family):
-    for module in (ledger, connector):
+    for module in (held_blocks, connector):
         monkeypatch.setattr(module, "SETTLE_S", 30.0)  # however slow the machine is
     share = {"share": True, "admission": "all"}
     one = engine("kv_both", stages=SPLITS["two"], family=family, extra=share)

@@ -239,7 +239,7 @@ FEATURES: Final = (
         "ranks report as one",
         "a job ends only if all ranks report it in one step",
         (
-            "omni_connector.copy.ledger",
+            "omni_connector.copy.held_blocks",
             "            if job.ranks_left <= 0:\n",
             "            if ranks >= self._ranks:\n",
         ),
@@ -248,7 +248,7 @@ FEATURES: Final = (
         "what a reset has let go of does not end",
         "ranks that report a copy after a reset has waited for it are not heard",
         (
-            "omni_connector.copy.ledger",
+            "omni_connector.copy.held_blocks",
             "            if job is None:\n                continue\n",
             "            if job is None or not job.block_ids:\n                continue\n",
         ),

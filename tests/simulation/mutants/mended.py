@@ -13,12 +13,12 @@ MENDED: Final = (
         "defect 1 and 5: no references",
         "blocks under a copy are not held",
         (
-            "omni_connector.copy.ledger",
+            "omni_connector.copy.held_blocks",
             "        self._pool.touch([self._pool.blocks[each] for each in block_ids])\n",
             "",
         ),
         (
-            "omni_connector.copy.ledger",
+            "omni_connector.copy.held_blocks",
             "        self._pool.free_blocks([self._pool.blocks[each] for each in "
             "reversed(block_ids)])\n",
             "",

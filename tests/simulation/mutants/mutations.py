@@ -212,7 +212,7 @@ OWN: Final = (
         "one rank is enough",
         "a job ends with the first rank that has copied",
         (
-            "omni_connector.copy.ledger",
+            "omni_connector.copy.held_blocks",
             "            if job.ranks_left <= 0:\n",
             "            if True:\n",
         ),
@@ -221,7 +221,7 @@ OWN: Final = (
         "references are kept",
         "blocks of a failed job are not given back",
         (
-            "omni_connector.copy.ledger",
+            "omni_connector.copy.held_blocks",
             "                self._let_go(job)\n                job.end(job.failure)\n",
             "                job.failure or self._let_go(job)\n"
             "                job.end(job.failure)\n",
@@ -231,7 +231,7 @@ OWN: Final = (
         "given back twice",
         "a revoked job gives its blocks back at once, and again at its end",
         (
-            "omni_connector.copy.ledger",
+            "omni_connector.copy.held_blocks",
             "        self._revoked.update(job_id for job_id in job_ids if job_id in self._jobs)\n",
             "        for each in [job_id for job_id in job_ids if job_id in "
             "self._jobs]:\n"
@@ -371,7 +371,7 @@ OWN: Final = (
         "one rank's failure is forgotten",
         "a job counts as done when its last rank has copied",
         (
-            "omni_connector.copy.ledger",
+            "omni_connector.copy.held_blocks",
             "            job.failure = job.failure or failed.get(job_id)\n",
             "            job.failure = failed.get(job_id)\n",
         ),
