@@ -68,6 +68,14 @@ class SlotIndex:
         self._table = row_table(self.keyed)
         self._runs: deque[_Run] = deque(maxlen=_RUNS)
 
+    def each(self, rows: bytes) -> Ints:
+        """The slot of each of these blocks; -1 for a missing one.
+
+        Args:
+            rows: of the blocks; see `rows_of`.
+        """
+        return self._table.find(rows)
+
     def find(self, group: int, keys: Sequence[SlotKey | None], first: int) -> Ints:
         """The slot of each block; -1 for a missing block and, in a prompt, all blocks after one.
 
@@ -115,13 +123,13 @@ class SlotIndex:
                 break
         self._runs.append(_Run(group, keys, slots, generations))
 
-    def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
+    def name(self, rows: bytes, slots: Ints) -> None:
         """Enter slots under their keys, except if a key is None or has another slot already.
 
         Args:
-            keys, slots: of blocks of the group, in any order; slots in their present generations.
+            rows, slots: of blocks, in any order; slots in their present generations. See `rows_of`.
         """
-        self._table.name(rows_of(group, keys), slots)
+        self._table.name(rows, slots)
 
     def clear(self) -> None:
         """Forget all keys."""

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from omni_connector.arena.block_index import BlockIndex, Tags, tags_of
 from omni_connector.arena.eviction import EvictionOrder
 from omni_connector.arena.format import header_keys
+from omni_connector.arena.row_table import ROW_BYTES, rows_of
 from omni_connector.arena.slot_index import Ints, SlotChanges, SlotIndex, SlotKey
 from omni_connector.config import Admission
 from omni_connector.runtime.turns import MakeLock
@@ -39,6 +40,19 @@ Bools = NDArray[np.bool_]
 _PIN_TICK_S: Final = 0.25
 """The end of a pin is rounded up to a multiple of this, in seconds. That bounds the searches for
 ended pins, each of which looks at every slot, to four a second."""
+
+_HASHED_BYTES: Final = 8
+"""Bytes of a key that are its content's hash. vLLM's keys have 16 or 32, all of them random."""
+
+# The parts of a row that `_content_hashes` reads; see `rows_of`.
+_ROW: Final = np.dtype(
+    {
+        "names": ["hash", "length"],
+        "formats": ["<i8", "u1"],
+        "offsets": [0, ROW_BYTES - 1],
+        "itemsize": ROW_BYTES,
+    }
+)
 
 NONE: Final[Ints] = np.empty(0, np.int64)
 """No slots."""
@@ -291,7 +305,8 @@ class SlotPool:
             prompts: as for `EvictionOrder.fill`.
             tags: of the blocks, if the caller has them.
         """
-        lacking = np.flatnonzero(self._index.find(group, keys, 1) < 0)
+        rows = rows_of(group, keys)
+        lacking = np.flatnonzero(self._index.each(rows) < 0)
         wanted = lacking[:most]
         tenants = np.broadcast_to(tenant, len(keys))[wanted]
         within = len(wanted)
@@ -303,9 +318,10 @@ class SlotPool:
             self._own(slots, tenants[: len(slots)])
         if len(chosen) < len(keys):
             keys = [keys[i] for i in chosen.tolist()]
+            rows = rows_of(group, keys)
             prompts = None if prompts is None else prompts[chosen]
             tags = None if tags is None else tags[chosen]
-        self.fill(group, keys, slots, prompts, tags)
+        self._fill(group, keys, rows, slots, prompts, tags)
         over_quota = len(wanted) - within
         dropped = len(lacking) - over_quota - len(chosen)
         quota = len(self.generation) if self.quota is None else self.quota
@@ -503,19 +519,28 @@ class SlotPool:
         keys: Sequence[SlotKey | None],
         slot_ids: Ints,
         prompts: Ints | None = None,
-        tags: Tags | None = None,
     ) -> None:
         """Copies into these slots begin; `find` finds them by their keys from now on.
 
         Args:
             prompts: as for `EvictionOrder.fill`.
-            tags: of the blocks, if the caller has them.
         """
+        self._fill(group, keys, rows_of(group, keys), slot_ids, prompts, None)
+
+    def _fill(
+        self,
+        group: int,
+        keys: Sequence[SlotKey | None],
+        rows: bytes,
+        slot_ids: Ints,
+        prompts: Ints | None,
+        tags: Tags | None,
+    ) -> None:
         self._busy[slot_ids] = True
-        self._index.name(group, keys, slot_ids)
+        self._index.name(rows, slot_ids)
         if self.listing is not None:
             self.listing.name(group, keys, slot_ids, tags)
-        self._order.fill(slot_ids, _content_hashes(group, keys), prompts)
+        self._order.fill(slot_ids, _content_hashes(group, keys, rows), prompts)
 
     def filled(self, slot_ids: Ints) -> None:
         """Every rank has committed these slots."""
@@ -580,5 +605,16 @@ class SlotPool:
         self.releases += 1
 
 
-def _content_hashes(group: int, keys: Sequence[SlotKey | None]) -> Ints:
-    return np.fromiter(map(hash, keys), np.int64, len(keys)) ^ group
+def _content_hashes(group: int, keys: Sequence[SlotKey | None], rows: bytes | None = None) -> Ints:
+    """64 bits of each key, by which evicted content is remembered: its first 8 bytes, as keys are
+    hashes.
+
+    Args:
+        rows: of the keys, if the caller has them; see `rows_of`.
+    """
+    words = np.frombuffer(rows_of(group, keys) if rows is None else rows, _ROW)
+    hashes: Ints = words["hash"] ^ group
+    if len(keys) and words["length"].min() < _HASHED_BYTES:
+        short = np.fromiter(map(hash, keys), np.int64, len(keys)) ^ group
+        hashes = np.where(words["length"] < _HASHED_BYTES, short, hashes)
+    return hashes

@@ -140,7 +140,7 @@ def whole_blocks(
     shape: GroupShape,
     block_ids: list[int],
     hashes: Sequence[bytes],
-    hash_of: Callable[[int], bytes | None],
+    finds: Callable[[Sequence[int], Sequence[bytes]], Sequence[bool]],
 ) -> list[int]:
     """Blocks of a group that hold what their hashes name, with null blocks for the others.
 
@@ -153,11 +153,9 @@ def whole_blocks(
         shape: of the group.
         block_ids: consecutive blocks of a request, which the step has filled.
         hashes: of the tokens up to the end of each.
-        hash_of: says by which hash vLLM's own prefix cache finds a block; None where it does not.
+        finds: says of each of some blocks whether vLLM's own prefix cache finds it by its hash.
     """
     if shape.attention_type == "all":
         return block_ids
-    return [
-        block_id if hash_of(block_id) == key else NULL_BLOCK_ID
-        for block_id, key in zip(block_ids, hashes, strict=True)
-    ]
+    found = zip(block_ids, finds(block_ids, hashes), strict=True)
+    return [block_id if there else NULL_BLOCK_ID for block_id, there in found]

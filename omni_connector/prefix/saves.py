@@ -81,24 +81,34 @@ class _Column:
     """Blocks of one group that have filled, in the order of their requests and tokens.
 
     Attributes:
-        keys, hashes, block_ids, prompts, tenants, hints: of each block.
+        keys, hashes, block_ids: of each block.
+        runs: for consecutive blocks their number, and the `Candidate.prompt` and tenant of all.
+        hints: of each run.
         hinted: whether any block has hints.
     """
 
     keys: list[bytes] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
-    prompts: list[int] = field(default_factory=list)
-    tenants: list[int] = field(default_factory=list)
+    runs: list[tuple[int, int, int]] = field(default_factory=list)
     hints: list[Hints] = field(default_factory=list)
     hinted: bool = False
 
     def blocks(self) -> FilledBlocks:
         """All of them, each key once, with the hints of all its requests."""
-        numbers = np.array((self.block_ids, self.prompts, self.tenants), np.int64)
-        block_ids, prompts, tenants = numbers
-        hints = self.hints if self.hinted else None
-        blocks = FilledBlocks(self.keys, self.hashes, block_ids, prompts, tenants, hints)
+        counts, prompts, tenants = np.array(self.runs, np.int64).reshape(-1, 3).T
+        hints: list[Hints] | None = None
+        if self.hinted:
+            pairs = zip(self.hints, counts.tolist(), strict=True)
+            hints = [each for each, count in pairs for _ in range(count)]
+        blocks = FilledBlocks(
+            self.keys,
+            self.hashes,
+            np.array(self.block_ids, np.int64),
+            prompts.repeat(counts),
+            tenants.repeat(counts),
+            hints,
+        )
         if len(set(self.keys)) == len(self.keys):
             return blocks
         places = {key: place for place, key in enumerate(self.keys)}
@@ -121,8 +131,8 @@ class PrefixSaves:
         ledger: the copy jobs.
         groups: the cache groups that this engine keeps.
         num_blocks: KV blocks of this engine.
-        hash_of: returns the hash by which vLLM's own prefix cache finds a block, given one of
-            vLLM's groups and the block's id; None where it does not find it.
+        finds: says of each block whether vLLM's own prefix cache finds it by its hash; given one
+            of vLLM's groups, the ids of the blocks, and their hashes.
         context: clock and statistics.
         changes: collects changes for KV events; None where nobody asks for events.
 
@@ -143,7 +153,7 @@ class PrefixSaves:
         ledger: CopyLedger,
         groups: SharedGroups,
         num_blocks: int,
-        hash_of: Callable[[int, int], bytes | None],
+        finds: Callable[[int, Sequence[int], Sequence[bytes]], list[bool]],
         context: EngineContext,
         changes: BlockChanges[Any] | None,
     ) -> None:
@@ -183,7 +193,7 @@ class PrefixSaves:
         self._tokens_ahead = groups.tokens_ahead
         self._num_blocks = num_blocks
         self._max_held = max(1, num_blocks // _HELD_PART)
-        self._hash_of = hash_of
+        self._finds = finds
         self._clock = context.clock
         self._stats = context.stats
         self._changes = changes
@@ -247,12 +257,14 @@ class PrefixSaves:
             self.look_at(prompt, steps)
         if self._host is None:
             return
+        # Not in a step that looks at answers, which takes its time, too.
+        at_leisure = self._step % self._together > 0
         if self.num_filled and (
             not scheduled
             or not self._batches
             or self._num_of_prompts >= _MANY_OF_PROMPTS
-            or self.num_filled >= _MANY
-            or self._step >= self._filled_since + _LATEST
+            or (at_leisure and self.num_filled >= _MANY)
+            or (at_leisure and self._step >= self._filled_since + _LATEST)
         ):
             self._consider(meta, self._host)
         elif self.waiting:
@@ -374,9 +386,8 @@ class PrefixSaves:
     def _there(self, group: int, blocks: FilledBlocks) -> NDArray[np.bool_]:
         """Which of these blocks vLLM's own prefix cache still finds."""
         whose = self._group_ids[group]
-        pairs = zip(blocks.block_ids.tolist(), blocks.cached_as, strict=True)
-        there = (self._hash_of(whose, each) == name for each, name in pairs)
-        return np.fromiter(there, bool, len(blocks))
+        there = self._finds(whose, blocks.block_ids.tolist(), blocks.cached_as)
+        return np.array(there, bool)
 
     def _keep(
         self,
@@ -444,8 +455,8 @@ class PrefixSaves:
                 table = blocks[self._group_ids[g]][first : first + len(filled)]
                 block_ids = [each.block_id for each in table]
                 if shape.attention_type != "all":
-                    hash_of = partial(self._hash_of, self._group_ids[g])
-                    block_ids = whole_blocks(shape, block_ids, filled, hash_of)
+                    finds = partial(self._finds, self._group_ids[g])
+                    block_ids = whole_blocks(shape, block_ids, filled, finds)
                 if self._host is not None:
                     self._note(prompt, g, first, filled, names, block_ids)
             fills_at.append((prompt.sent[g] + 1) * shape.block_size)
@@ -494,9 +505,8 @@ class PrefixSaves:
         column.hashes += hashes
         column.block_ids += block_ids
         count = len(keys)
-        column.prompts += [prompt.number] * count
-        column.tenants += [prompt.tenant] * count
-        column.hints += [prompt.hints] * count
+        column.runs.append((count, prompt.number, prompt.tenant))
+        column.hints.append(prompt.hints)
         column.hinted = column.hinted or prompt.hints is not NO_HINTS
         self.num_filled += count
         if not prompt.answers:

@@ -6,7 +6,7 @@ have registered their KV caches, because what it consists of depends on what the
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from omni_connector.arena.block_index import BlockIndex
 from omni_connector.arena.format import EPOCH_BYTES
@@ -464,7 +464,7 @@ class _Assembly:
                 ledger=self._ledger,
                 groups=groups,
                 num_blocks=self._kv_cache_config.num_blocks,
-                hash_of=self._hash_of,
+                finds=self._finds,
                 context=self._context,
                 changes=changes,
             ),
@@ -523,9 +523,13 @@ class _Assembly:
         pool = None if self._directory is None else self._directory.pool
         return KVEvents(pool, self._ours.groups, self._group_ids, self._hash_block_size)
 
-    def _hash_of(self, group_id: int, block_id: int) -> bytes | None:
-        named = self._manager.block_pool.blocks[block_id].block_hash
-        return get_block_hash(named) if named and get_group_id(named) == group_id else None
+    def _finds(
+        self, group_id: int, block_ids: Sequence[int], hashes: Sequence[bytes]
+    ) -> list[bool]:
+        blocks = self._manager.block_pool.blocks
+        whose = make_block_hash_with_group_id(BlockHash(b""), group_id)
+        pairs = zip(block_ids, hashes, strict=True)
+        return [blocks[each].block_hash == name + whose for each, name in pairs]
 
     def _host_blocks(self, prefix: bytes) -> HostBlocks | None:
         """The arenas of this host; None where this engine does not share its own."""

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_connector.arena import row_table, slot_index
+from omni_connector.arena.row_table import rows_of
 from omni_connector.arena.slot_index import SlotIndex, SlotKey
 from omni_connector.handoff.leases import Handoff, SlotDirectory
 from omni_connector.handoff.prompt import Prompt
@@ -178,7 +179,7 @@ def test_slots_are_found_as_in_a_dict(
             index._generation[slots] += 1
             index.keyed[slots] = False
             model = {name: at for name, at in model.items() if at not in slots}
-            index.name(group, [key for key, _ in theirs], slots)
+            index.name(rows_of(group, [key for key, _ in theirs]), slots)
             for key, slot in theirs:
                 if key is not None:
                     model.setdefault((group, key), slot)
@@ -209,7 +210,7 @@ def test_every_slot_of_a_full_arena_is_found(length: int) -> None:
         ]
         slots = np.random.default_rng(turn).permutation(count)
         index.keyed[:] = False
-        index.name(0, keys, slots)
+        index.name(rows_of(0, keys), slots)
         assert index.find(0, keys, 0).tolist() == slots.tolist()
         assert index.find(1, keys, 0).tolist() == [-1] * count
 
@@ -218,4 +219,4 @@ def test_slots_that_do_not_exist_are_refused() -> None:
     index = SlotIndex(np.zeros(4, np.int64))
     for slot in (-1, 4, 1 << 40):
         with pytest.raises(IndexError):
-            index.name(0, [b"key"], np.array([slot]))
+            index.name(rows_of(0, [b"key"]), np.array([slot]))

@@ -86,8 +86,8 @@ def test_every_method_that_vllm_calls_is_in_the_table():
 
 
 def test_a_missing_function_is_named(monkeypatch):
-    monkeypatch.delattr(kv_cache_utils, "get_block_hash")
-    assert misfits() == ["vllm.v1.core.kv_cache_utils.get_block_hash is missing"]
+    monkeypatch.delattr(kv_cache_utils, "make_block_hash_with_group_id")
+    assert misfits() == ["vllm.v1.core.kv_cache_utils.make_block_hash_with_group_id is missing"]
 
 
 def test_a_missing_module_is_named(monkeypatch):
@@ -201,12 +201,11 @@ def test_a_tested_vllm_starts_without_a_warning(engine, log):
 
 @pytest.mark.usefixtures("newer")
 def test_a_newer_vllm_that_has_changed_is_refused_by_name(monkeypatch):
-    monkeypatch.delattr(kv_cache_utils, "get_block_hash")
+    monkeypatch.delattr(kv_cache_utils, "make_block_hash_with_group_id")
     with pytest.raises(UnsupportedVersionError) as refusal:
         require_fitting_vllm()
-    assert "does not fit vllm 0.40.1: vllm.v1.core.kv_cache_utils.get_block_hash is missing." in (
-        str(refusal.value)
-    )
+    name = "vllm.v1.core.kv_cache_utils.make_block_hash_with_group_id"
+    assert f"does not fit vllm 0.40.1: {name} is missing." in str(refusal.value)
 
 
 def test_a_refusal_names_a_few_and_counts_the_rest(monkeypatch):

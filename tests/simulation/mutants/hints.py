@@ -264,8 +264,8 @@ HINTS: Final = (
         "blocks whose turn it is are copied although vLLM has given them to others",
         (
             "omni_connector.prefix.saves",
-            "        there = (self._hash_of(whose, each) == name for each, name in pairs)\n",
-            "        there = (True for _ in pairs)\n",
+            "        there = self._finds(whose, blocks.block_ids.tolist(), blocks.cached_as)\n",
+            "        there = [True] * len(blocks)\n",
         ),
     ),
     mutant(

@@ -223,10 +223,10 @@ SHARING: Final = (
         "the state at a step's end is kept for each block that the step has filled",
         (
             "omni_connector.kv.spans",
-            "    return [\n        block_id if hash_of(block_id) == key else NULL_BLOCK_ID\n",
-            '    if shape.attention_type == "last" and hash_of(block_ids[-1]) == hashes[-1]:\n'
+            "    found = zip(block_ids, finds(block_ids, hashes), strict=True)\n",
+            '    if shape.attention_type == "last" and finds(block_ids[-1:], hashes[-1:])[0]:\n'
             "        return block_ids[-1:] * len(block_ids)\n"
-            "    return [\n        block_id if hash_of(block_id) == key else NULL_BLOCK_ID\n",
+            "    found = zip(block_ids, finds(block_ids, hashes), strict=True)\n",
         ),
     ),
 )
