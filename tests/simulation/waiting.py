@@ -160,11 +160,13 @@ class Loads:
 
     def _nobody_waits(self, now: float) -> None:
         waiting: dict[str, float] = {}
+        held_up = self._engine.world.held_up.get(self._engine.owner, 0.0)
+        not_before = max(self.not_before, held_up)
         for request_id, request in self._engine.scheduler.requests.items():
             if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS or request.kv_transfer_params:
                 continue
             since = waiting[request_id] = self._waits_since.get(request_id, now)
-            if now - max(since, self.not_before) > _LONGEST_LOAD_S:
+            if now - max(since, not_before) > _LONGEST_LOAD_S:
                 raise Violation(
                     "delayed", f"{request_id} at {self._engine.name} waits for its host"
                 )

@@ -88,6 +88,8 @@ class World:
     Attributes:
         held: how many locks are held.
         excused_drafts: what drafters have found that vLLM's own cache has mixed up.
+        held_up: by owner, until when a thread was last kept in the middle of an act, as another
+            that acted meanwhile had to wait.
     """
 
     def __init__(self, seed: str, pace: float = 0.0, interrupts: float = 0.0) -> None:
@@ -95,6 +97,7 @@ class World:
         self.interrupts = interrupts
         self.held = 0
         self.excused_drafts: set[bytes] = set()
+        self.held_up: dict[str | None, float] = {}
         self._interruptions = random.Random(f"{seed}/locks")
         self.now = 1000.0
         self.pace = pace
@@ -190,6 +193,8 @@ class World:
         end = self.now + seconds
         self.later(seconds, lambda: None)
         self.run(lambda: self.now >= end, end)
+        for beneath in self.acting[:-1]:
+            self.held_up[beneath.owner] = self.now
         if actor.owner in self.dead:
             raise Killed
 
