@@ -66,6 +66,23 @@ def ours(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
     }
 
 
+def in_stages(*arguments: str, ranks: int) -> Configuration:
+    """Engines of two pipeline stages that hand off and share."""
+    return Configuration(
+        {**ours(share=True), "kv_load_failure_policy": "fail"},
+        arguments=(
+            *("--pipeline-parallel-size", "2"),
+            # With vLLM's eager mode proper, such an engine dies at its first request here.
+            *("--no-enforce-eager", "--compilation-config", '{"backend": "eager"}'),
+            *arguments,
+        ),
+        # vLLM compiles ahead only with torch's compiler, which these tests go without.
+        environment={"VLLM_USE_AOT_COMPILE": "0"},
+        ranks=ranks,
+        probe=SHARE_PROBE,
+    )
+
+
 def drafting(method: str, recipe: str | None) -> Configuration:
     """Engines that hand off and share, with a drafter of `DRAFTS` tokens that has a KV cache."""
     drafter = {"method": method, "num_speculative_tokens": DRAFTS}
@@ -94,18 +111,8 @@ CONFIGURATIONS = {
     "hasty-prefill": Configuration(ours("kv_producer", handoff_ttl_s=10.0, load_timeout_s=5.0)),
     "hasty-decode": Configuration(ours("kv_consumer", handoff_ttl_s=10.0, load_timeout_s=5.0)),
     "two-ranks": Configuration(ours(), arguments=("--tensor-parallel-size", "2"), ranks=2),
-    # With vLLM's eager mode proper, an engine of several stages dies at its first request here.
-    "two-stages": Configuration(
-        {**ours(share=True), "kv_load_failure_policy": "fail"},
-        arguments=(
-            *("--pipeline-parallel-size", "2"),
-            *("--no-enforce-eager", "--compilation-config", '{"backend": "eager"}'),
-        ),
-        # vLLM compiles ahead only with torch's compiler, which these tests go without.
-        environment={"VLLM_USE_AOT_COMPILE": "0"},
-        ranks=2,
-        probe=SHARE_PROBE,
-    ),
+    "two-stages": in_stages(ranks=2),
+    "two-stages-of-two-ranks": in_stages("--tensor-parallel-size", "2", ranks=4),
     # All that is unlike the others: blocks, no cache of prefixes, drafts, and an engine that knows
     # the connector by its module and not by the plugin. So nobody can read its weights, and it is
     # told that the calls of the tests to its workers change none.

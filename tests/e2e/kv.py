@@ -156,14 +156,16 @@ def require_same_kv(
         num_tokens: tokens up to which the prompt was handed off.
         start: tokens that were not, as the decode engine had them.
         kv_heads: of the model, where the two sides have different numbers of ranks.
-        other_stages: whether the two sides have different pipeline stages, of one rank each.
+        other_stages: whether the two sides have different pipeline stages.
     """
     for rank, held in enumerate(found):
         sender = sent[0 if kv_heads is not None or other_stages else rank]
         for group in range(len(held.groups)):
             for layer in held.layers(group):
+                # The tensor-parallel ranks of the stage that has the layer, on both sides.
+                senders, finders = ([o for o in side if o.has(layer)] for side in (sent, found))
                 if other_stages:
-                    sender = next(one for one in sent if one.has(layer))
+                    sender = senders[0]
                 # Layers have the same names on both sides, whatever groups they are in.
                 theirs = next(g for g in range(len(sender.groups)) if layer in sender.layers(g))
                 if held.is_state(group):
@@ -175,8 +177,8 @@ def require_same_kv(
                 if kv_heads is None:
                     wanted = sender.tokens(theirs, layer)
                 else:
-                    by_rank = [one.tokens(theirs, layer) for one in sent]
-                    first = rank * kv_heads // len(found)
+                    by_rank = [one.tokens(theirs, layer) for one in senders]
+                    first = finders.index(held) * kv_heads // len(finders)
                     wanted = _shard(by_rank, kv_heads, first, ours.rows.shape[1])
                 size = held.groups[group]["block_size"]
                 end = -(-num_tokens // size) * size

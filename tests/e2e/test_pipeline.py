@@ -18,6 +18,7 @@ from .prompts import new_salt, random_prompt
 pytestmark = pytest.mark.e2e
 
 WAIT_S = 60.0
+KV_HEADS = 2  # of the model
 NAMES = ("within-a-block", "one-block-and-a-token", "not-aligned", "two-thousand-not-aligned")
 
 
@@ -144,3 +145,21 @@ def test_engines_with_other_stages_read_each_other_by_layer(
         pair.require_same_kv(case.prompt, other_stages=True)
         assert pair.received() == received + number
     assert pair.failures() == failures
+
+
+@pytest.mark.supports("PP 2 with TP 2 to PP 1, and back", "Llama")
+def test_stages_of_two_ranks_and_one_engine_of_one_rank_read_each_other(
+    engine_pool: Pool, pool: Pool, cases: dict[str, Case]
+) -> None:
+    [one] = pool.take(("both", "llama", "a"))
+    with engine_pool.new("two-stages-of-two-ranks") as engine:
+        four = engine_pool.adopt(engine)
+        for pair in (Pair.of(four, one), Pair.of(one, four)):
+            received, failures = pair.received(), pair.failures()
+            for number, name in enumerate(NAMES, 1):
+                prompt = cases[name].prompt
+                own = pair.decode(prompt, new_salt())
+                pair.hand_off(prompt).require_same(own, tolerance=reference.ROUNDING)
+                pair.require_same_kv(prompt, kv_heads=KV_HEADS, other_stages=True)
+                assert pair.received() == received + number
+            assert pair.failures() == failures
