@@ -92,7 +92,7 @@ def test_docstrings_and_comments_name_what_is_there() -> None:
         "`butler_s`",
         "`handoff/butler.py`",
         "`butlers/`",
-        "`copies.ledger.CopyLedger`",
+        "`copies.held_blocks.CopyLedger`",
         "`--butler`",
         "`vllm:omni_connector_tokens_served_total`",
         "`omni-butler`",

@@ -178,7 +178,8 @@ def require_same_kv(
                     wanted = sender.tokens(theirs, layer)
                 else:
                     by_rank = [one.tokens(theirs, layer) for one in senders]
-                    first = finders.index(held) * kv_heads // len(finders)
+                    place = [finder is held for finder in finders].index(True)
+                    first = place * kv_heads // len(finders)
                     wanted = _shard(by_rank, kv_heads, first, ours.rows.shape[1])
                 size = held.groups[group]["block_size"]
                 end = -(-num_tokens // size) * size

@@ -178,7 +178,7 @@ class Deployment:
         shape = self.shapes[name]
         IS_LATE.pop(name, None)
         if shape.late_reports:
-            IS_LATE[name] = functools.partial(self._is_late, name, shape.late_reports)
+            IS_LATE[name] = functools.partial(self._is_late, name, owner, shape.late_reports)
         OTHER_OF[name] = OtherSettings(
             world=self.world,
             runner=lambda: engine.runner,
@@ -209,10 +209,11 @@ class Deployment:
             inspection.hear_refusals(half, self.refusals.heard)
         self.engines[name] = self._started[name] = engine
 
-    def _is_late(self, name: str, often: float) -> bool:
+    def _is_late(self, name: str, owner: str, often: float) -> bool:
         late = self.world.chance(often)
         if late:  # what has been loaded by now may be told with any later step
             self.loads[name].stood_still(self.world.now)
+            self.world.stir(owner)  # vLLM steps on while a request waits for its load
         return late
 
     def called(self, engine: SimulatedEngine, really: bool) -> None:
