@@ -87,6 +87,7 @@ def compatibility() -> CompatibilityKey:
         numerics="n",
         weights="w",
         weight_files="f",
+        stripes=1,
     )
 
 

@@ -514,6 +514,14 @@ def copies_under_way(half: "OmniScheduler") -> bool:
     return bool(half._ledger)
 
 
+def stripe(half: "OmniWorker") -> tuple[int, int]:
+    """Return which of how many stripes of the slots a rank has; (0, 1) where each has all slots."""
+    assert half._caches is not None
+    assert half._caches.arena is not None
+    stripes = half._caches.arena.stripes
+    return half._rank % stripes, stripes
+
+
 def arena(half: "OmniWorker") -> "Arena":
     """Return the arena of a rank."""
     assert half._caches is not None
@@ -606,6 +614,11 @@ def loads(half: "OmniWorker") -> "CopyThread":
 def sharing_threads(half: "OmniWorker") -> int:
     """Return how many threads share in a copy of a rank."""
     return half._threads.helpers.threads
+
+
+def load_plans(half: "OmniWorker") -> Any:
+    """Return how a rank plans its loads."""
+    return loader(half)._rank.plans
 
 
 def loader(half: "OmniWorker") -> Any:

@@ -56,6 +56,25 @@ differ refuse each other by the names of these layers, and the decode engine com
 Prefixes are shared by engines with equal stages and equal tensor-parallel sizes. An engine with
 stages refuses to start with speculative decoding.
 
+## KV that all ranks hold
+
+The tensor-parallel ranks of an engine hold the same latents of MLA, and the same pages of its
+indexer. If that is so of all cache groups of a model, one copy of each block is kept: each rank
+saves a part of the blocks to its arena, and every rank loads from the arenas of all. So a token
+takes as many bytes of arenas at TP 8 as at TP 1, and is saved once. Stores keep one copy, too.
+
+| model and deployment | copies of the KV in the arenas of an engine |
+| --- | --- |
+| MLA, also with an indexer (DeepSeek V2 to V3.2) | one; \
+with pipeline stages, each stage keeps its layers once |
+| the ranks of a pipeline stage are on several hosts | one a rank: a \
+rank could not read the arenas of the others |
+| MLA beside groups that ranks divide (Kimi Linear: states) | one a rank of the latents |
+| fewer KV heads than ranks (GQA) | as many as ranks hold each head |
+
+Hand-offs go from either to either, whatever the tensor-parallel sizes are. Prefixes are shared
+through arenas by engines of equal tensor-parallel sizes that keep KV in the same way.
+
 ## Data parallel and expert parallel
 
 A data-parallel rank is an engine of its own for the connector: it has an id (`..._dp0`, `..._dp1`),

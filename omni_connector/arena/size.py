@@ -91,19 +91,25 @@ class ArenaSizing:
     deployment: str = ""
 
     def reserve(
-        self, slot_bytes: int, groups: tuple[GroupShape, ...]
+        self, slot_bytes: int, groups: tuple[GroupShape, ...], stripes: int = 1
     ) -> tuple[ArenaSize, Reservation]:
         """The size of the arena, and the claim on its memory that other engines see from now on.
+
+        Args:
+            stripes: as for `size`.
 
         Raises:
             ConfigError: as `size`.
         """
         with sizing_lock():
-            size = self.size(slot_bytes, groups)
+            size = self.size(slot_bytes, groups, stripes)
             return size, Reservation(self.deployment, size.slots * slot_bytes)
 
-    def size(self, slot_bytes: int, groups: tuple[GroupShape, ...]) -> ArenaSize:
+    def size(self, slot_bytes: int, groups: tuple[GroupShape, ...], stripes: int = 1) -> ArenaSize:
         """How many slots the arena has, and why.
+
+        Args:
+            stripes: ranks over which slots are spread, each with an arena of this size.
 
         Raises:
             ConfigError: there is no room for a single slot.
@@ -117,8 +123,8 @@ class ArenaSizing:
             size = arena_size(
                 available=max(unclaimed - self.reserved, unclaimed // 2),
                 slot_bytes=slot_bytes,
-                cache_blocks=self.cache_blocks,
-                prompt_blocks=self.prompt_blocks(groups),
+                cache_blocks=-(-self.cache_blocks // stripes),
+                prompt_blocks=-(-self.prompt_blocks(groups) // stripes),
                 sharers=self.sharers,
             )
         if size.slots < 1:
@@ -135,8 +141,15 @@ class ArenaSizing:
         size: ArenaSize,
         slot_bytes: int,
         groups: tuple[GroupShape, ...],
+        stripes: int = 1,
     ) -> None:
-        """Log the size of a rank's arena, and warn if the longest prompts do not fit."""
+        """Log the size of a rank's arena, and warn if the longest prompts do not fit.
+
+        Args:
+            rank, ranks: of this worker, and how many its engine has.
+            size: of the arena.
+            slot_bytes, groups, stripes: as for `size`.
+        """
         logger.info(
             "Arena of rank %d: %.2f GiB, %d slots of %.1f MiB (%s)",
             rank,
@@ -145,7 +158,12 @@ class ArenaSizing:
             slot_bytes / 2**20,
             size.why,
         )
-        longest = self.prompt_blocks(groups)
+        if stripes > 1:
+            logger.info(
+                "All ranks hold the same KV: one copy of it is kept, in the arenas of %d ranks",
+                stripes,
+            )
+        longest = -(-self.prompt_blocks(groups) // stripes)
         if longest > size.slots and self.given is None:  # else the user has set the size
             logger.warning(
                 "The longest prompts take %d slots, the arena has %d (%s): they are not handed "

@@ -6,9 +6,9 @@
 
 import logging
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from omni_connector.copy.threads import NO_JOB_ID, Outcome, Work
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, check_ids
+from omni_connector.kv.stripes import of_stripe
 from omni_connector.runtime.stats import failure_kind
 from omni_connector.transports import Arena
 from omni_connector.transports.base import Endpoint
@@ -46,6 +47,13 @@ class SaveSpec(TransferSpec):
     generations: NDArray[np.int64]
     keys: list[bytes]
 
+    def of_stripe(self, rank: int, stripes: int) -> Self:
+        """The part of this job that an owning rank copies, with rows of its arena for slots; see
+        `kv.stripes`."""
+        own, rows = of_stripe(self.slots, rank, stripes)
+        block_ids = np.where(own, self.blocks.block_ids, NULL_BLOCK_ID)
+        return replace(self, blocks=replace(self.blocks, block_ids=block_ids), slots=rows)
+
     def check(self, num_blocks: int, num_slots: int) -> None:
         TransferSpec.check(self, num_blocks, num_slots)
         copied = self.blocks.block_ids != NULL_BLOCK_ID
@@ -68,7 +76,10 @@ class LoadSpec(TransferSpec):
             is leased.
         keys: what the headers of these slots must say (m,), objects; None where a lease says that
             they hold what is wanted.
-        source: what the peer keeps; None where all its slots hold the bytes of our blocks.
+        source: what the peer keeps; None where all its slots hold the bytes of our blocks, and
+            are spread over its ranks as ours are.
+        own: whether the arenas are this engine's own. Then the load waits until they are attached,
+            as the ranks of one engine live and end together.
     """
 
     fills_blocks: ClassVar[bool] = True
@@ -83,6 +94,7 @@ class LoadSpec(TransferSpec):
     lease: float | None = None
     keys: NDArray[np.object_] | None = None
     source: CompatibilityKey | None = None
+    own: bool = False
 
 
 class Saver:

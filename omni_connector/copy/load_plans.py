@@ -15,6 +15,7 @@ from omni_connector.kv.convert import SlotConverter
 from omni_connector.kv.heads import HeadSlice, head_sources
 from omni_connector.kv.shapes import GroupShape, converter, same_bytes
 from omni_connector.kv.spans import NULL_BLOCK_ID
+from omni_connector.kv.stripes import by_stripe, owning_arenas
 from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.transports.base import Endpoint
 
@@ -26,16 +27,17 @@ Blocks = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class LoadSource:
-    """A rank of the peer that is read.
+    """A rank of the peer whose bytes are read.
 
     Attributes:
-        rank: counted stage by stage.
+        arenas: over which its slots are spread, as numbers of ranks, counted stage by stage; see
+            `kv.stripes`. That of the rank itself where each rank has all slots.
         length: bytes of each of its slots.
         converter: makes our slots of its slots; None where they hold the bytes of our blocks.
         heads: those that are taken from it, for each layer that the converter copies.
     """
 
-    rank: int
+    arenas: tuple[int, ...]
     length: int
     converter: SlotConverter | None = None
     heads: tuple[HeadSlice, ...] = ()
@@ -53,9 +55,27 @@ class LoadPlan:
     block_size: int
     sources: tuple[LoadSource, ...]
 
-    def arenas(self, spec: LoadSpec) -> list[tuple[Endpoint, ...]]:
-        """The arenas of the ranks that are read."""
-        return [spec.arenas[source.rank] for source in self.sources]
+    @property
+    def stripes(self) -> int:
+        """Arenas over which the slots of a source are spread."""
+        return len(self.sources[0].arenas)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotPart:
+    """The slots of a step that are read of one source and lie in one arena.
+
+    Attributes:
+        source: the source.
+        arena: number of the rank that has the arena.
+        at: positions of the slots among those of the step `(n,)`.
+        rows: of the slots in the arena `(n,)`.
+    """
+
+    source: LoadSource
+    arena: int
+    at: Blocks
+    rows: Blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +100,14 @@ class LoadStep:
     slots: Blocks
     generations: Blocks
     keys: NDArray[np.object_] | None
+
+    def by_arena(self) -> list[SlotPart]:
+        """What is read of each source, arena by arena."""
+        return [
+            SlotPart(source, source.arenas[owner], at, rows)
+            for source in self.plan.sources
+            for owner, at, rows in by_stripe(self.slots, len(source.arenas))
+        ]
 
     def parts(self, sizes: Sequence[int]) -> Iterator["LoadStep"]:
         """The same load in steps of at most `sizes[group]` blocks."""
@@ -108,15 +136,22 @@ class LoadPlans:
         layout: of this rank's slots.
         groups: what this engine keeps.
         rank, ranks: of this worker, counted stage by stage, and how many a stage has.
+        stripes: ranks over which the slots of this engine are spread.
     """
 
     def __init__(
-        self, layout: SlotLayout, groups: tuple[GroupShape, ...], rank: int, ranks: int
+        self,
+        layout: SlotLayout,
+        groups: tuple[GroupShape, ...],
+        rank: int,
+        ranks: int,
+        stripes: int = 1,
     ) -> None:
         self._layout = layout
         self._groups = groups
         self._rank = rank
         self._ranks = ranks
+        self._stripes = stripes
         self._plans: BoundedMap[tuple[CompatibilityKey | None, int], LoadPlan]
         self._plans = BoundedMap(_MAX_PLANS)
 
@@ -161,8 +196,8 @@ class LoadPlans:
         """The arenas that a job reads, each once."""
         sizes = zip(spec.slots.group_sizes, self._layout.group_bytes, strict=False)
         read = (group for group, (blocks, size) in enumerate(sizes) if blocks and size)
-        plans = (self._plan(spec.source, group) for group in read)
-        return list(dict.fromkeys(arena for plan in plans for arena in plan.arenas(spec)))
+        sources = (source for group in read for source in self._plan(spec.source, group).sources)
+        return list(dict.fromkeys(spec.arenas[n] for source in sources for n in source.arenas))
 
     def _plan(self, source: CompatibilityKey | None, group: int) -> LoadPlan:
         plan = self._plans.get((source, group))
@@ -173,15 +208,18 @@ class LoadPlans:
     def _make_plan(self, source: CompatibilityKey | None, group: int) -> LoadPlan:
         ours = self._groups[group]
         stage, rank = divmod(self._rank, self._ranks)
-        whole = LoadSource(self._rank, self._layout.group_bytes[group])
+        length = self._layout.group_bytes[group]
         if source is None:
-            return LoadPlan(ours.block_size, (whole,))
+            arenas = owning_arenas(stage, rank, self._ranks, self._stripes)
+            return LoadPlan(ours.block_size, (LoadSource(arenas, length),))
         alike = source.ranks == self._ranks
         sources: list[LoadSource] = []
         for source_stage, places in self._places(source, group, stage):
             theirs = source.stages[source_stage][group]
-            if alike and places is None and same_bytes(theirs, ours):
-                return LoadPlan(ours.block_size, (whole,))
+            if (alike or ours.replicated) and places is None and same_bytes(theirs, ours):
+                # Of what all ranks hold, ours take turns at the peer's; see `head_sources`.
+                arenas = source.arenas_of(source_stage, rank % source.ranks)
+                return LoadPlan(ours.block_size, (LoadSource(arenas, length),))
             pairs = places or [(layer, layer) for layer in range(len(ours.pages))]
             converts = converter(theirs, ours, places=pairs, like_ranks=alike)
             by_rank: dict[int, list[HeadSlice]] = {}
@@ -198,7 +236,7 @@ class LoadPlans:
                     each[number] = heads
             sources += [
                 LoadSource(
-                    source_stage * source.ranks + of_stage,
+                    source.arenas_of(source_stage, of_stage),
                     converts.source_bytes,
                     converts,
                     tuple(heads),

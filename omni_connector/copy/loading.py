@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from omni_connector.arena.arena import Arena
 from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.copy.jobs import LoadSpec, batch_blocks
-from omni_connector.copy.load_plans import LoadPlans, LoadStep
+from omni_connector.copy.load_plans import LoadPlans, LoadStep, SlotPart
 from omni_connector.copy.threads import Outcome, Work
 from omni_connector.errors import (
     ChecksumError,
@@ -82,6 +82,7 @@ class Loader:
         copier, layout: of this rank's KV caches.
         groups: what this engine keeps.
         rank, ranks: of this worker, counted stage by stage, and how many a pipeline stage has.
+        stripes: ranks over which the slots of this engine are spread.
         checksum: whether slots carry checksums.
         context: clock, trace, and how the threads start that fetch.
         notify: has the works that wait go on; called on any thread.
@@ -100,6 +101,7 @@ class Loader:
         groups: tuple[GroupShape, ...],
         rank: int,
         ranks: int,
+        stripes: int = 1,
         checksum: bool,
         context: EngineContext,
         notify: Callable[[], object],
@@ -123,7 +125,7 @@ class Loader:
             checksum=checksum,
             clock=context.clock,
             queued=queued,
-            plans=LoadPlans(layout, groups, rank, ranks),
+            plans=LoadPlans(layout, groups, rank, ranks, stripes),
             batches=(sizes, [-(-size // threads) * threads for size in sizes]),
             threads=self._threads,
             arenas=self._arenas,
@@ -160,7 +162,7 @@ class _Sources:
         self._spec = spec
         self.deadline = deadline
         # Blocks without a lease can be computed as well: their load waits for no peer.
-        self.arenas = rank.arenas.open(waits=spec.keys is None)
+        self.arenas = rank.arenas.open(waits=spec.own or spec.keys is None)
         self._remotes: dict[tuple[Endpoint, ...], RemoteArena] = {}
 
     def seconds_left(self) -> float:
@@ -181,32 +183,38 @@ class _Sources:
         return len(self._remotes) == len(wanted)
 
     def mapped(self, step: LoadStep) -> list[MappedSlots] | float:
-        """The slots of a step in place, by the ranks that have them; else the seconds after which
-        to look again."""
-        sources = self._of(step)
-        slots = step.slots
-        generations = step.generations
+        """The slots of each part of a step in place (see `LoadStep.by_arena`); else the seconds
+        after which to look again."""
+        parts = step.by_arena()
         try:
             return [
-                MappedSlots(each, slots, generations, source.length)
-                for each, source in zip(sources, step.plan.sources, strict=True)
+                MappedSlots(
+                    self._remote(part), part.rows, step.generations[part.at], part.source.length
+                )
+                for part in parts
             ]
         except SlotPendingError as pending:
             if step.keys is not None:
                 raise StaleSlotError(_NOT_COMMITTED) from pending
-            if not all(remote.alive for remote in sources):
+            if not all(self._remote(part).alive for part in parts):
                 raise PeerUnreachableError("the peer died while copying") from pending
             return PENDING_S
 
     def fetched(self, step: LoadStep) -> list[FetchedSlots]:
-        """The slots of a step, fetched. Runs on another thread."""
-        slots = step.slots
-        generations = step.generations
+        """The same, fetched. Runs on another thread."""
         fetched: list[FetchedSlots] = []
         try:
-            for each, source in zip(self._of(step), step.plan.sources, strict=True):
+            for part in step.by_arena():
                 left = self.deadline - self._rank.clock()
-                fetched.append(FetchedSlots(each, slots, generations, source.length, timeout=left))
+                fetched.append(
+                    FetchedSlots(
+                        self._remote(part),
+                        part.rows,
+                        step.generations[part.at],
+                        part.source.length,
+                        timeout=left,
+                    )
+                )
         except BaseException as error:
             for each_fetched in fetched:
                 each_fetched.release()
@@ -215,8 +223,8 @@ class _Sources:
             raise
         return fetched
 
-    def _of(self, step: LoadStep) -> list[RemoteArena]:
-        return [self._remotes[each] for each in step.plan.arenas(self._spec)]
+    def _remote(self, part: SlotPart) -> RemoteArena:
+        return self._remotes[self._spec.arenas[part.arena]]
 
 
 class _Load:
@@ -273,8 +281,14 @@ class _Load:
         while not self._sources.attached():
             yield self._sources.seconds_left()
             self._check(cancelled)
-        sizes = rank.batches[self._sources.arenas.mapped]
-        self._steps = deque(part for step in steps for part in step.parts(sizes))
+        mapped = self._sources.arenas.mapped
+        sizes = rank.batches[mapped]
+        self._steps = deque(
+            part
+            for step in steps
+            # What is copied at once lies in one arena.
+            for part in step.parts([(step.plan.stripes if mapped else 1) * n for n in sizes])
+        )
         while self._steps:
             self._check(cancelled)
             step = self._steps[0]
@@ -309,7 +323,7 @@ class _Load:
             return
         try:
             if step.plan.sources[0].converter is None:
-                yield from self._copy(step, slots[0])
+                yield from self._copy(step, slots)
             else:
                 yield from self._convert(step, slots)
         finally:
@@ -320,22 +334,26 @@ class _Load:
         self._outcome.size += len(step.block_ids) * self._rank.layout.group_bytes[step.group]
         yield True
 
-    def _copy(self, step: LoadStep, slots: Slots) -> Generator[bool, None, None]:
-        checked = self._checks(slots)
-        checksums = self._rank.copier.load(
-            BlockCopy(step.group, step.block_ids, slots.rows, slots.index, checked, self._fence)
-        )
-        yield True
-        self._compare(step, checksums.tolist(), slots)
+    def _copy(self, step: LoadStep, found: Sequence[Slots]) -> Generator[bool, None, None]:
+        for part, slots in zip(step.by_arena(), found, strict=True):
+            block_ids = step.block_ids[part.at]  # each block has one slot
+            checked = self._checks(slots)
+            checksums = self._rank.copier.load(
+                BlockCopy(step.group, block_ids, slots.rows, slots.index, checked, self._fence)
+            )
+            yield True
+            self._compare(step, part, checksums.tolist(), slots)
 
-    def _convert(self, step: LoadStep, sources: Sequence[Slots]) -> Generator[bool, None, None]:
+    def _convert(self, step: LoadStep, found: Sequence[Slots]) -> Generator[bool, None, None]:
         ours, theirs = step.block_size, step.plan.block_size
         made = np.zeros((len(step.block_ids), self._rank.layout.slot_bytes), np.uint8)
-        for source, slots in zip(step.plan.sources, sources, strict=True):
+        for part, slots in zip(step.by_arena(), found, strict=True):
+            source = part.source
             checksums = []
             assert source.converter is not None
             checked = self._checks(slots)
-            for number, row_index in zip(step.numbers.tolist(), slots.index.tolist(), strict=True):
+            numbers = step.numbers[part.at].tolist()
+            for number, row_index in zip(numbers, slots.index.tolist(), strict=True):
                 content: NDArray[np.uint8] = slots.rows[row_index, : source.length]
                 first, end = np.searchsorted(
                     step.indices, (number * theirs // ours, -(-(number + 1) * theirs // ours))
@@ -349,7 +367,7 @@ class _Load:
                     )
                 checksums.append(xxhash.xxh3_64_intdigest(content.data) if checked else 0)
             yield True
-            self._compare(step, checksums, slots)
+            self._compare(step, part, checksums, slots)
         rows = np.arange(len(made), dtype=np.int64)
         self._rank.copier.load(
             BlockCopy(step.group, step.block_ids, made, rows, False, self._fence)
@@ -359,15 +377,18 @@ class _Load:
         """Whether checksums are compared. Of what travelled they are, in any case."""
         return self._rank.checksum or not slots.in_place
 
-    def _compare(self, step: LoadStep, checksums: list[int], slots: Slots) -> None:
+    def _compare(self, step: LoadStep, part: SlotPart, checksums: list[int], slots: Slots) -> None:
         headers = slots.headers()
-        for slot, checksum, header in zip(step.slots, checksums, headers, strict=True):
+        numbers = step.slots[part.at].tolist()
+        for slot, checksum, header in zip(numbers, checksums, headers, strict=True):
             published = header.checksum
             if checksum != published and self._checks(slots):
                 raise ChecksumError(
                     f"slot {slot}: checksum {checksum:#x}, published {published:#x}"
                 )
-        if step.keys is not None and [header.key for header in headers] != step.keys.tolist():
+        if step.keys is None:
+            return
+        if [header.key for header in headers] != step.keys[part.at].tolist():
             raise StaleSlotError("a slot holds another block than the index says")
 
     def _failed(self, error: Exception) -> None:

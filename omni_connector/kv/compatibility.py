@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 from omni_connector.errors import LayoutError
 from omni_connector.kv.shapes import GroupShape, converter, pickled, same_bytes
 from omni_connector.kv.shapes import difference as groups_difference
+from omni_connector.kv.stripes import owning_arenas
 
 # Most ranks of an engine, of all its pipeline stages; most cache groups of a model, and most
 # pipeline stages. They bound messages.
@@ -61,10 +62,12 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         drafter: method, weights and settings of the drafter, if it has a KV cache; else left out.
         later_stages: the same groups with the layers of each pipeline stage after the first; left
             out where there is one stage.
+        stripes: tensor-parallel ranks over which slots are spread; see `kv.stripes`. Left out by
+            engines of versions that know no stripes, and in names of stored blocks.
 
     Raises:
         ValueError: pipeline stages have other groups than the first, or too many ranks; or a group
-            has no page in any stage.
+            has no page in any stage; or slots are spread of which ranks hold different bytes.
     """
 
     model: Text
@@ -84,6 +87,7 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
     later_stages: (
         Annotated[tuple[Groups, ...], Meta(min_length=1, max_length=MAX_STAGES - 1)] | UnsetType
     ) = UNSET
+    stripes: Annotated[int, Meta(ge=1, le=MAX_RANKS)] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         if self.num_arenas > MAX_RANKS:
@@ -100,6 +104,8 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         )
         if twice := [name for name, times in named.items() if times > 1]:
             raise ValueError(f"layer {twice[0]} is in several pipeline stages or groups")
+        if self.num_stripes > 1 and self.num_stripes != most_stripes(self.stages, self.ranks):
+            raise ValueError(f"{self.num_stripes} stripes of {self.ranks} ranks")
 
     @property
     def stages(self) -> tuple[tuple[GroupShape, ...], ...]:
@@ -111,18 +117,34 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         """Ranks of all pipeline stages. Rank r of stage s has arena `s * ranks + r`."""
         return self.ranks * len(self.stages)
 
+    @property
+    def num_stripes(self) -> int:
+        """Ranks of a pipeline stage over which slots are spread; 1: every rank has all slots."""
+        return self.stripes or 1
+
+    def arenas_of(self, stage: int, rank: int) -> tuple[int, ...]:
+        """The arenas that have the bytes of one rank; see `kv.stripes.owning_arenas`."""
+        return owning_arenas(stage, rank, self.ranks, self.num_stripes)
+
+    @property
+    def read_by_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank, stage by stage, the arenas that it reads of an engine like this one, and
+        of this engine itself."""
+        ranks = (divmod(number, self.ranks) for number in range(self.num_arenas))
+        return tuple(self.arenas_of(stage, rank) for stage, rank in ranks)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return pickled(self)
 
     def values(self) -> dict[str, object]:
-        """All fields but the groups, by name; "" for one that is left out."""
+        """All fields but groups and stripes, by name; "" for one that is left out."""
         fields = msgspec.structs.asdict(self)
-        del fields["groups"], fields["later_stages"]
+        del fields["groups"], fields["later_stages"], fields["stripes"]
         return {name: "" if value is UNSET else value for name, value in fields.items()}
 
     def of_sharing(self) -> "CompatibilityKey":
-        """The same without names of layers, whose digests say as much, and without a name of the
-        model that says less than the weights do; equal for all that share."""
+        """The same without names of layers, whose digests say as much, without a name of the model
+        that says less than the weights do, and without stripes; equal for all that share."""
         model = "" if self.weights else self.model
         first, *later = (
             tuple(msgspec.structs.replace(group, names=UNSET) for group in stage)
@@ -134,6 +156,7 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
             weight_files=UNSET,
             groups=first,
             later_stages=tuple(later) or UNSET,
+            stripes=UNSET,
         )
 
     def difference(self, reader: "CompatibilityKey") -> tuple[str, object, object] | None:
@@ -142,6 +165,8 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         for field in (self._tells_weights(reader), *_BESIDES):
             if ours[field] != theirs[field]:
                 return field, ours[field], theirs[field]
+        if self.num_stripes > 1 and reader.stripes is UNSET:
+            return "stripes of slots", self.num_stripes, "not known to this version"
         if not self.has_stages_of(reader):
             places, theirs_placed = LayerPlaces.of(self), LayerPlaces.of(reader)
             if places is not None and theirs_placed is not None:
@@ -211,9 +236,10 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
 
     def has_bytes_of(self, reader: "CompatibilityKey") -> bool:
         """Whether the slots of each rank hold the bytes of the blocks of that rank of `reader`,
-        which can read them."""
+        which can read them and spreads its own slots in the same way."""
         return (
             self.ranks == reader.ranks
+            and self.num_stripes == reader.num_stripes
             and self.has_stages_of(reader)
             and all(
                 same_bytes(source, target)
@@ -233,6 +259,17 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         if self.weights and reader.weights and alike:
             return "weights"
         return "weight_files" if self.weight_files and reader.weight_files else "model"
+
+
+def most_stripes(stages: Sequence[Sequence[GroupShape]], ranks: int) -> int:
+    """Tensor-parallel ranks over which slots can be spread: all, if they hold the same bytes of
+    every group, else 1.
+
+    Args:
+        stages: the groups of each pipeline stage.
+        ranks: tensor-parallel size.
+    """
+    return ranks if all(group.replicated for groups in stages for group in groups) else 1
 
 
 @dataclass(frozen=True, slots=True)

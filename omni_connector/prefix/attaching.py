@@ -101,7 +101,8 @@ class Ranks(Protocol):
     """The ranks of an engine, which its scheduler half asks to attach arenas of neighbours."""
 
     def attached(self, engines: Sequence[Arenas]) -> list[bool]:
-        """Have rank n attach the arena of rank n of each of these engines. May wait for a rank.
+        """Have each rank attach the arenas that it reads of each of these engines: that of the same
+        rank, or those of all ranks of a pipeline stage where slots are spread. May wait for a rank.
 
         Returns:
             For each engine whether every rank has attached its arena. For a rank that does not
@@ -109,14 +110,15 @@ class Ranks(Protocol):
         """
 
     def kept(self, orphans: Sequence[tuple[Arenas, float]]) -> list[Arenas | None]:
-        """Have rank n keep the arena of rank n of engines that have ended. May wait for a rank.
+        """Have each rank keep the arenas that it reads of engines that have ended. May wait for a
+        rank.
 
         Args:
             orphans: for each engine its arenas, and the seconds for which they are kept.
 
         Returns:
-            For each engine where other processes attach its arenas; the endpoints of a rank are
-            empty where they cannot. None if a rank does not have its arena.
+            For each engine where other processes attach its arenas, each at the same rank of this
+            engine; the endpoints of a rank are empty where they cannot. None if a rank lacks one.
         """
 
     def close(self) -> None:
@@ -129,13 +131,15 @@ class RankSockets:
     Args:
         folder: the runtime folder.
         engine_id: of the engine.
-        num_ranks: how many ranks it has.
+        reads: for each of its ranks the arenas that it reads of another engine, by their ranks; see
+            `CompatibilityKey.read_by_ranks`.
     """
 
-    def __init__(self, folder: Path, engine_id: str, num_ranks: int) -> None:
+    def __init__(self, folder: Path, engine_id: str, reads: Sequence[Sequence[int]]) -> None:
         self._connect = partial(rank_socket.connect, folder, engine_id)
         self._connections: dict[int, Connection] = {}
-        self._said: list[dict[tuple[Endpoint, ...], bool]] = [{} for _ in range(num_ranks)]
+        self._reads = reads
+        self._said: list[dict[tuple[Endpoint, ...], bool]] = [{} for _ in reads]
         self._silent_since: dict[int, float] = {}
         self._warned = False
         self._lock = threading.Lock()
@@ -143,28 +147,46 @@ class RankSockets:
 
     def attached(self, engines: Sequence[Arenas]) -> list[bool]:
         with self._lock:
-            for rank, said in enumerate(self._said):
-                wanted = list(dict.fromkeys(arenas[rank] for arenas in engines))
+            for rank, (said, read) in enumerate(zip(self._said, self._reads, strict=True)):
+                wanted = list(dict.fromkeys(arenas[each] for arenas in engines for each in read))
                 for gone in said.keys() - set(wanted):
                     del said[gone]
                 self._ask(rank, wanted)
             return [
-                all(said.get(arena, False) for said, arena in zip(self._said, arenas, strict=True))
+                all(
+                    said.get(arenas[each], False)
+                    for said, read in zip(self._said, self._reads, strict=True)
+                    for each in read
+                )
                 for arenas in engines
             ]
 
     def kept(self, orphans: Sequence[tuple[Arenas, float]]) -> list[Arenas | None]:
         with self._lock:
-            by_rank = [
-                list(self._answers(rank, [AskAttached(of[rank], keep) for of, keep in orphans]))
-                for rank in range(len(self._said))
+            answers = [
+                list(
+                    self._answers(
+                        rank, [AskAttached(of[each], keep) for of, keep in orphans for each in read]
+                    )
+                )
+                for rank, read in enumerate(self._reads)
             ]
-        return [
-            tuple(answers[number].handed_on for answers in by_rank)
-            if all(number < len(answers) and answers[number].attached for answers in by_rank)
-            else None
-            for number in range(len(orphans))
-        ]
+        return [self._kept_by_all(answers, number) for number in range(len(orphans))]
+
+    def _kept_by_all(self, answers: Sequence[list[Attached]], number: int) -> Arenas | None:
+        """What all ranks say of one orphan, if each has all that it reads of it.
+
+        Args:
+            answers: of each rank, about what it reads of one orphan after the other.
+            number: of the orphan.
+        """
+        handed_on = []
+        for rank, (said, read) in enumerate(zip(answers, self._reads, strict=True)):
+            of_this = said[number * len(read) : (number + 1) * len(read)]
+            if len(of_this) < len(read) or not all(each.attached for each in of_this):
+                return None
+            handed_on.append(of_this[read.index(rank)].handed_on)
+        return tuple(handed_on)
 
     def close(self) -> None:
         self._closed = True

@@ -297,6 +297,7 @@ class HostBlocks:
             keys=np.array(keys, dtype=object),
             arenas=engine.arenas,
             timeout=self._load_timeout,
+            own=engine.own,
         )
 
     def avoid(self, load: HostLoadSpec) -> None:

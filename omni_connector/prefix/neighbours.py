@@ -114,7 +114,7 @@ class GiveIndex(msgspec.Struct, frozen=True, tag="give-index"):
     Attributes:
         readers: digest of the traits that must be equal before engines read each other's slots.
         epoch: of the index.
-        num_slots: of each arena.
+        num_slots: of the engine; each arena has as many, or its stripe of them.
         arenas: see `Arenas`.
         orphans: epochs of the indexes of orphans that can be had from this engine.
         seconds: of an orphan, for how long it is kept yet.
@@ -201,6 +201,7 @@ class LocalEngine:
         on_hits: called with slots and generations that a neighbour has read, on another thread;
             must not block.
         orphan_s: seconds for which the arenas of an engine that has ended are kept; 0 for none.
+        stripes: ranks over which its slots are spread, and those of its neighbours.
     """
 
     folder: Path
@@ -211,6 +212,12 @@ class LocalEngine:
     ranks: Ranks
     on_hits: Callable[[Ints, Ints], None]
     orphan_s: float = 0.0
+    stripes: int = 1
+
+    @property
+    def siblings(self) -> Sequence[Arenas]:
+        """The own arenas, if ranks read those of each other."""
+        return [self.arenas] if self.stripes > 1 else []
 
     @property
     def gives(self) -> GiveIndex:
@@ -444,7 +451,11 @@ class HostNeighbours:
         mets = list(self._met.values())
         self._orphans.follow()
         attached = self._local_engine.ranks.attached(
-            [met.neighbour.arenas for met in mets] + self._orphans.unkept
+            [
+                *(met.neighbour.arenas for met in mets),
+                *self._orphans.unkept,
+                *self._local_engine.siblings,
+            ]
         )
         now = self._clock()
         with self._lock:
@@ -655,7 +666,8 @@ def opened(
     try:
         if reply.readers != ours.readers or len(reply.arenas) != len(ours.arenas):
             raise PeerRefusedError("it runs another model, or runs it in another way")
-        if any(each.n_slots < reply.num_slots for rank in reply.arenas for each in rank):
+        slots = min(each.n_slots for rank in reply.arenas for each in rank) * ours.stripes
+        if slots < reply.num_slots:
             raise PeerRefusedError("its arenas have fewer slots than its index")
         view = BlockIndexView.open(descriptor, epoch=reply.epoch, num_slots=reply.num_slots)
     except BaseException:

@@ -57,8 +57,11 @@ def key_prefix(
 
 def readers_id(compatibility: CompatibilityKey, hash_id: str) -> bytes:
     """16 bytes, equal for engines that can read each other's slots and name blocks alike."""
-    what = msgspec.msgpack.encode((compatibility.of_sharing(), hash_id))
-    return hashlib.blake2b(what, digest_size=16, person=_MAGIC).digest()
+    what: tuple[object, ...] = (compatibility.of_sharing(), hash_id)
+    if compatibility.num_stripes > 1:
+        what += (compatibility.num_stripes,)
+    encoded = msgspec.msgpack.encode(what)
+    return hashlib.blake2b(encoded, digest_size=16, person=_MAGIC).digest()
 
 
 def block_key(prefix: str, group: int, rank: int, block_hash: bytes) -> str:

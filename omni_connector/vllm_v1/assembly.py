@@ -74,6 +74,7 @@ from omni_connector.vllm_v1.load_room import LoadRoom
 from omni_connector.vllm_v1.metadata import (
     OmniHandshakeMetadata,
     num_local_workers,
+    num_near_ranks,
     num_workers,
 )
 from omni_connector.vllm_v1.metrics import OmniStats
@@ -125,6 +126,7 @@ def make_worker(
             transports=transports,
             rank=rank,
             ranks=ranks,
+            near_ranks=num_near_ranks(vllm_config),
             context=context,
             prefault=surroundings.prefault,
             outlives=config.outlives,
@@ -302,7 +304,7 @@ class _Assembly:
                 "logs of the others say why"
             )
         return SlotDirectory(
-            min(endpoints[0].n_slots for endpoints in self._arenas),
+            min(endpoints[0].n_slots for endpoints in self._arenas) * self._ours.num_stripes,
             self._context,
             self._config.handoff_ttl_s,
         )
@@ -547,8 +549,9 @@ class _Assembly:
                 index=index,
                 arenas=self._arenas,
                 ranks=self._surroundings.ranks(
-                    self._folder, self._engine_id, self._ours.num_arenas
+                    self._folder, self._engine_id, self._ours.read_by_ranks
                 ),
+                stripes=self._ours.num_stripes,
                 on_hits=partial(touch, pool),
                 orphan_s=config.orphan_s,
             )
@@ -613,6 +616,8 @@ def _agreeing(
     for stage, rank in keys:
         if workers[stage, rank].groups != workers[stage, 0].groups:
             raise ConfigError("the ranks of this engine have KV caches of different layouts")
+        if workers[stage, rank].stripes != workers[0, 0].stripes:
+            raise ConfigError("only some ranks of this engine hold the same KV as others")
     return [workers[key] for key in keys]
 
 

@@ -87,6 +87,7 @@ def compatibility(
         ranks=ranks,
         groups=groups[0],
         later_stages=tuple(groups[1:]) or UNSET,
+        stripes=workers[0].stripes,
     )
 
 

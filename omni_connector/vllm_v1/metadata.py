@@ -92,11 +92,13 @@ class OmniHandshakeMetadata(KVConnectorHandshakeMetadata):
         groups: the transferred groups. Only workers know the specs of all layers: vLLM tells the
             scheduler half one spec for a group of several.
         scales: digest of the layers' scales; see `kernels.scales_id`.
+        stripes: ranks over which the slots of the engine are spread; see `kv.stripes`.
     """
 
     endpoints: tuple[Endpoint, ...]
     groups: tuple[GroupShape, ...]
     scales: str = ""
+    stripes: int = 1
 
     def encode(self) -> bytes:
         """The bytes that `decode` reads."""
@@ -155,3 +157,9 @@ def num_local_workers(vllm_config: "VllmConfig") -> int:
     """Those of the ranks that a host has, where the engine spans several hosts."""
     hosts = getattr(vllm_config.parallel_config, "nnodes_within_dp", 1)
     return max(1, num_workers(vllm_config) // max(1, hosts))
+
+
+def num_near_ranks(vllm_config: "VllmConfig") -> int:
+    """Tensor-parallel ranks, if those of a pipeline stage are all on one host; else 1."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return 1 if num_local_workers(vllm_config) % ranks else ranks

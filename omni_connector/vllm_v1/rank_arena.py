@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from omni_connector.arena.memory_claims import Reservation
 from omni_connector.arena.size import ArenaSizing
 from omni_connector.copy.copier import BlockCopier
+from omni_connector.kv.compatibility import most_stripes
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.restarts import leave_arena
 from omni_connector.runtime.context import EngineContext
@@ -23,12 +24,14 @@ class RankArena:
 
     Attributes:
         arena: the slots.
+        stripes: ranks over which the slots of the engine are spread; see `kv.stripes`.
         endpoints: at which peers read them.
         reservation: what other engines see of the memory before it is populated; None where it
             was populated at once.
     """
 
     arena: Arena
+    stripes: int
     endpoints: tuple[Endpoint, ...]
     reservation: Reservation | None
 
@@ -48,6 +51,8 @@ class ArenaPlan:
         name: under which peers find it, unique on this host; it need not be secret.
         transports: export it.
         rank, ranks: of this worker, and how many its engine has.
+        near_ranks: of a pipeline stage, if they are all on this host, else 1: as many may spread
+            their slots over their arenas.
         context: randomness.
         prefault: whether a thread populates the memory.
         outlives: whether what is kept there outlives a restart of the service, where systemd keeps
@@ -59,6 +64,7 @@ class ArenaPlan:
     transports: Transports
     rank: int
     ranks: int
+    near_ranks: int
     context: EngineContext
     prefault: bool
     outlives: bool
@@ -74,11 +80,12 @@ class ArenaPlan:
         Raises:
             ConfigError: it would not hold a single slot.
         """
+        stripes = most_stripes([groups], self.near_ranks)
         reservation: Reservation | None = None
         if self.prefault:
-            size, reservation = self.sizing.reserve(slot_bytes, groups)
+            size, reservation = self.sizing.reserve(slot_bytes, groups, stripes)
         else:
-            size = self.sizing.size(slot_bytes, groups)
+            size = self.sizing.size(slot_bytes, groups, stripes)
 
         def populated(slots: NDArray[np.uint8]) -> None:
             if reservation is not None:
@@ -101,12 +108,12 @@ class ArenaPlan:
         try:
             if not self.prefault:
                 copier.pin(arena.slots)  # else piece by piece, as far as there is memory
-            self.sizing.tell(self.rank, self.ranks, size, slot_bytes, groups)
+            self.sizing.tell(self.rank, self.ranks, size, slot_bytes, groups, stripes)
             endpoints = self.transports.export(arena, self.name)
             if self.outlives:
                 leave_arena(os.environ, arena)
         except BaseException:
             copier.close()
-            RankArena(arena, (), reservation).close()
+            RankArena(arena, stripes, (), reservation).close()
             raise
-        return RankArena(arena, endpoints, reservation)
+        return RankArena(arena, stripes, endpoints, reservation)

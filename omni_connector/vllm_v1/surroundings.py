@@ -5,7 +5,7 @@ The simulation gives its own surroundings: a clock that it moves, randomness fro
 turns and messages in the order that it draws.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -76,7 +76,7 @@ class Surroundings:
     answer_for_rank: Callable[[Path, str, int, RankAnswers], Callable[[], None]] = (
         rank_socket.listen
     )
-    ranks: Callable[[Path, str, int], Ranks] = RankSockets
+    ranks: Callable[[Path, str, Sequence[Sequence[int]]], Ranks] = RankSockets
     copier: Callable[[CanonicalKVCaches, SlotLayout, Sharing], BlockCopier] = make_copier
     weights_id: Callable[[OmniConfig, "VllmConfig"], str | None] = weights_id
     weight_files: Callable[[OmniConfig, "VllmConfig"], ModelFiles | str | None] | None = (

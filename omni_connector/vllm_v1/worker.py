@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import numpy as np
 import torch
 from vllm.logger import init_logger
 
@@ -39,6 +40,7 @@ from omni_connector.kv.canonical import (
     canonicalize_cross_layers,
 )
 from omni_connector.kv.spans import TransferSpec
+from omni_connector.kv.stripes import of_stripe
 from omni_connector.net.introductions import introduction
 from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.prefix.attaching import attached_ahead
@@ -298,6 +300,7 @@ class OmniWorker:
                 groups=groups,
                 rank=self._rank,
                 ranks=self._stage_ranks,
+                stripes=1 if arena is None else arena.stripes,
                 checksum=self._checksum,
                 threads=helpers.threads if canonical.device.type == "cpu" else 1,
                 context=self._context,
@@ -312,8 +315,10 @@ class OmniWorker:
                 arena.close()
             raise
         bodies[LoadSpec] = bodies[HostLoadSpec] = loads, loader.work
-        endpoints = () if arena is None else arena.endpoints
-        handshake = OmniHandshakeMetadata(endpoints, groups, scales)
+        if arena is None:
+            handshake = OmniHandshakeMetadata((), groups, scales)
+        else:
+            handshake = OmniHandshakeMetadata(arena.endpoints, groups, scales, arena.stripes)
         return _RegisteredCaches(copier, loader, handshake, bodies, arena, saver, store_jobs)
 
     def listen(self, *, introduces: bool) -> None:
@@ -422,7 +427,10 @@ class OmniWorker:
             # After the copies under way, before any into the same slots.
             assert self._caches is not None
             assert self._caches.saver is not None
-            work = self._caches.saver.void_work(*metadata.void)
+            assert self._caches.arena is not None
+            slots, generations = map(np.array, metadata.void)
+            own, rows = of_stripe(slots, self._rank, self._caches.arena.stripes)
+            work = self._caches.saver.void_work(rows[own].tolist(), generations[own].tolist())
             self._threads.saves.submit(NO_JOB_ID, work)
 
     def _start(self, jobs: Mapping[int, TransferSpec], fence: object = None) -> None:
@@ -448,6 +456,8 @@ class OmniWorker:
         caches = self._caches
         if self._closed or caches is None or type(spec) not in caches.bodies:
             return False
+        if isinstance(spec, SaveSpec) and caches.arena is not None and caches.arena.stripes > 1:
+            spec = spec.of_stripe(self._rank, caches.arena.stripes)
         try:
             slots = 0 if caches.arena is None else caches.arena.arena.n_slots
             spec.check(self._kv_cache_config.num_blocks, slots)

@@ -174,33 +174,43 @@ def require_same_kv(
                         raise AssertionError(f"{layer}: rank {rank} found another state")
                     continue
                 ours = held.tokens(group, layer)
+                by_rank = [one.tokens(theirs, layer) for one in senders]
                 if kv_heads is None:
-                    wanted = sender.tokens(theirs, layer)
+                    copies = [sender.tokens(theirs, layer), *_alike(by_rank, num_tokens)]
                 else:
-                    by_rank = [one.tokens(theirs, layer) for one in senders]
                     place = [finder is held for finder in finders].index(True)
                     first = place * kv_heads // len(finders)
-                    wanted = _shard(by_rank, kv_heads, first, ours.rows.shape[1])
+                    copies = _shards(by_rank, kv_heads, first, ours.rows.shape[1])
                 size = held.groups[group]["block_size"]
                 end = -(-num_tokens // size) * size
                 try:
-                    _require_same_tokens(wanted, ours.between(start, end), num_tokens)
+                    _require_same_tokens(copies, ours.between(start, end), num_tokens)
                 except AssertionError as error:
                     raise AssertionError(f"{layer}: rank {rank} found {error}") from None
 
 
-def _shard(by_rank: list[Tokens], heads: int, first: int, count: int) -> Tokens:
-    """What the rank with these heads of the model should have, from all the sender's ranks."""
+def _alike(by_rank: list[Tokens], num_tokens: int) -> list[Tokens]:
+    """What all ranks hold, if they hold the same of these tokens; nothing else."""
+    first = by_rank[0].between(0, num_tokens)
+    same = all(bool(first.held_by(each).all()) for each in by_rank[1:])
+    return by_rank if same and len(by_rank) > 1 else []
+
+
+def _shards(by_rank: list[Tokens], heads: int, first: int, count: int) -> list[Tokens]:
+    """What the rank with these heads of the model should have, from all the sender's ranks; one
+    entry for each copy that they hold."""
     places = by_rank[0].places
     assert all(torch.equal(tokens.places, places) for tokens in by_rank)
     joined = torch.cat([tokens.rows for tokens in by_rank], dim=1)
-    # Once, where ranks hold the same head.
-    joined = joined[:, :: joined.shape[1] // heads]
-    return Tokens(places, joined[:, first : first + count])
+    copies = joined.shape[1] // heads
+    each = (joined[:, number::copies] for number in range(copies))
+    return [Tokens(places, rows[:, first : first + count]) for rows in each]
 
 
-def _require_same_tokens(wanted: Tokens, loaded: Tokens, num_tokens: int) -> None:
-    """Compare tokens; behind `num_tokens`, in the last block, zeros do as well."""
+def _require_same_tokens(copies: list[Tokens], loaded: Tokens, num_tokens: int) -> None:
+    """Compare tokens; behind `num_tokens`, in the last block, the bytes of any copy or zeros do as
+    well."""
+    wanted = copies[0]
     handed_off = loaded.places < num_tokens
     if not handed_off.any():
         raise AssertionError("no token at all")
@@ -209,6 +219,8 @@ def _require_same_tokens(wanted: Tokens, loaded: Tokens, num_tokens: int) -> Non
         place = int(wrong[0])
         text = "another" if place in wanted.places else "what the sender does not hold as"
         raise AssertionError(f"{text} token {place} of {num_tokens}")
+    for copy in copies[1:]:
+        other &= ~(loaded.held_by(copy) & ~handed_off)
     if loaded.rows[other & ~handed_off].any():
         raise AssertionError(f"bytes of another request behind token {num_tokens}")
 

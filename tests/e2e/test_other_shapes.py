@@ -60,11 +60,13 @@ SETS = {
     "replicated": (1, {"two": "two-ranks", "one": "both"}),
     # Every rank keeps all of the latent.
     "latent": (1, {"two": "two-ranks", "one": "both"}),
+    "latents": (1, {"two": "two-ranks", "others": "two-ranks"}),
     "states": (2, {"two": "two-ranks", "one": "both"}),
 }
 RECIPES = {
     "replicated": "llama-one-kv-head",
     "latent": "deepseek_v2-two-heads",
+    "latents": "deepseek_v2-two-heads",
     "states": "lfm2",
 }
 # The engines that other files use have these names.
@@ -157,6 +159,17 @@ def test_a_kv_head_that_both_ranks_hold(engines: Engines, sender: str, receiver:
 @pytest.mark.parametrize(("sender", "receiver"), [("two", "one"), ("one", "two")])
 def test_latents_that_every_rank_holds(engines: Engines, sender: str, receiver: str) -> None:
     # Answers of one rank with two heads are wrong on this build; see the recipes of the models.
+    for prompt in PROMPTS:
+        engines.hand_off(sender, receiver, prompt, compare_answers=False)
+
+
+@of("latents")
+@pytest.mark.supports("TP 2 to TP 2", "DeepSeek V2")
+@pytest.mark.parametrize(("sender", "receiver"), [("two", "others"), ("others", "two")])
+def test_latents_of_which_each_rank_has_a_part_of_the_slots(
+    engines: Engines, sender: str, receiver: str
+) -> None:
+    # As above: with equal KV, this build answers otherwise where it computes the prompt itself.
     for prompt in PROMPTS:
         engines.hand_off(sender, receiver, prompt, compare_answers=False)
 

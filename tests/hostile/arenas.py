@@ -234,7 +234,7 @@ def neighbours() -> Iterator[Parser]:
     pool = SlotPool(N_SLOTS)
     with _owner() as owner, BlockIndex.create(N_SLOTS, epoch) as index:
         arenas = ((Endpoint.of(owner.arena, "shm", "/x"),),)
-        ranks = RankSockets(Path("/"), "", 0)
+        ranks = RankSockets(Path("/"), "", ())
         ours = LocalEngine(Path("/"), "", readers, index, arenas, ranks, partial(touch, pool))
         given = msgspec.msgpack.encode(GiveIndex(readers, epoch, N_SLOTS, arenas))
         numbers = np.arange(N_SLOTS).tobytes()

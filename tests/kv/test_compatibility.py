@@ -78,7 +78,8 @@ def test_what_is_left_out_is_told_as_an_empty_text() -> None:
     values = ORDINARY.values()
     assert values["numerics"] == ""
     assert "groups" not in values
-    assert set(values) | {"groups", "later_stages"} == set(CompatibilityKey.__struct_fields__)
+    others = {"groups", "later_stages", "stripes"}
+    assert set(values) | others == set(CompatibilityKey.__struct_fields__)
 
 
 def test_an_ordinary_key_has_the_fields_that_stores_know() -> None:
@@ -270,6 +271,20 @@ def test_a_stage_without_layers_of_a_group_is_read_by_one_like_it() -> None:
             {"groups": [*stage(names=("a", "b")), *stage(names=("b", "c"))]},
             "layer b is in several pipeline stages or groups",
         ),
+        ({"ranks": 2, "stripes": 2}, "2 stripes of 2 ranks"),  # each rank has heads of its own
+        ({"ranks": 4, "stripes": 2, "groups": stage(replicated=True)}, "2 stripes of 4 ranks"),
+        ({"stripes": 2, "groups": stage(replicated=True)}, "2 stripes of 1 ranks"),
+        (
+            {
+                "ranks": 2,
+                "stripes": 2,
+                "groups": stage(replicated=True),
+                "later_stages": [stage()],
+            },
+            "2 stripes of 2 ranks",
+        ),
+        ({"stripes": 0}, "stripes"),
+        ({"stripes": 1 << 20}, "stripes"),
         ({"later_stages": []}, "length"),
         ({"later_stages": [[]]}, "length"),
         ({"later_stages": [stage()] * MAX_STAGES}, "length"),
@@ -278,3 +293,49 @@ def test_a_stage_without_layers_of_a_group_is_read_by_one_like_it() -> None:
 def test_stages_that_cannot_be_are_malformed(changes: dict[str, object], told: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=told):
         said(**changes)
+
+
+def replicated(ranks: int, stripes: int | None, stages: int = 1) -> CompatibilityKey:
+    """Of an engine whose ranks hold the same bytes."""
+
+    def latent(number: int) -> list[GroupShape]:
+        return stage(replicated=True, pages=("N16.C64",), layers=str(number))
+
+    changes: dict[str, object] = {"ranks": ranks, "groups": latent(0)}
+    if stripes is not None:
+        changes["stripes"] = stripes
+    if stages > 1:
+        changes["later_stages"] = [latent(number) for number in range(1, stages)]
+    return said(**changes)
+
+
+def test_slots_are_read_of_all_ranks_of_a_stage_over_which_they_are_spread() -> None:
+    assert replicated(2, 2, stages=2).read_by_ranks == ((0, 1), (0, 1), (2, 3), (2, 3))
+    assert replicated(2, 1, stages=2).read_by_ranks == ((0,), (1,), (2,), (3,))
+    assert replicated(3, None).read_by_ranks == ((0,), (1,), (2,))
+
+
+@pytest.mark.parametrize("reader", [(1, 1), (2, 1), (2, 2), (4, 4)], ids=str)
+@pytest.mark.parametrize("source", [(1, 1), (2, 1), (2, 2), (4, 4), (2, None)], ids=str)
+def test_engines_that_spread_their_slots_otherwise_read_each_other(
+    source: tuple[int, int | None], reader: tuple[int, int]
+) -> None:
+    one, other = replicated(*source), replicated(*reader)
+    assert one.difference(other) is None
+    alike = source[0] == reader[0] and (source[1] or 1) == reader[1]
+    assert one.has_bytes_of(other) == alike
+
+
+def test_who_knows_no_stripes_reads_none() -> None:
+    older = replicated(2, None)
+    assert replicated(2, 2).difference(older) == (
+        "stripes of slots",
+        2,
+        "not known to this version",
+    )
+    assert replicated(2, 1).difference(older) is None
+    assert older.difference(replicated(2, 2)) is None
+
+
+def test_stripes_change_no_name_of_a_stored_block() -> None:
+    assert replicated(2, 2).of_sharing() == replicated(2, None).of_sharing()

@@ -20,6 +20,8 @@ def endpoint(address: str) -> tuple[Endpoint, ...]:
 
 ONE = endpoint("one 0"), endpoint("one 1")
 OTHER = endpoint("other 0"), endpoint("other 1")
+APART = ((0,), (1,))  # each rank reads the arena of its own number
+STRIPED = ((0, 1), (0, 1))
 
 
 class Worker:
@@ -57,7 +59,7 @@ def folder() -> Iterator[Path]:
 
 def test_an_arena_is_attached_where_every_rank_says_so(folder: Path) -> None:
     workers = [Worker(folder, rank) for rank in range(2)]
-    with contextlib.closing(RankSockets(folder, "engine", 2)) as ranks:
+    with contextlib.closing(RankSockets(folder, "engine", APART)) as ranks:
         assert ranks.attached([ONE, OTHER]) == [False, False]
         assert [each.asked for each in workers] == [["one 0", "other 0"], ["one 1", "other 1"]]
         workers[0].attached |= {"one 0", "other 0"}
@@ -79,7 +81,7 @@ def test_what_a_rank_that_does_not_answer_now_said_last_holds(
     warned: list[object] = []
     monkeypatch.setattr(attaching.logger, "warning", lambda *text: warned.append(text))
     workers = [Worker(folder, rank) for rank in range(2)]
-    with contextlib.closing(RankSockets(folder, "engine", 2)) as ranks:
+    with contextlib.closing(RankSockets(folder, "engine", APART)) as ranks:
         for number, worker in enumerate(workers):
             worker.attached |= {f"one {number}"}
         assert ranks.attached([ONE]) == [True]
@@ -101,7 +103,7 @@ def test_a_rank_that_fails_answers_on(folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(attaching.logger, "exception", lambda *text: told.append(text))
     worker = Worker(folder, 0)
     worker.attached |= {"one 0"}
-    with contextlib.closing(RankSockets(folder, "engine", 1)) as ranks:
+    with contextlib.closing(RankSockets(folder, "engine", APART[:1])) as ranks:
         worker.broken = True
         assert ranks.attached([ONE[:1]]) == [False]
         worker.broken = False
@@ -112,7 +114,7 @@ def test_a_rank_that_fails_answers_on(folder: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_closed_one_asks_nobody(folder: Path) -> None:
     worker = Worker(folder, 0)
-    ranks = RankSockets(folder, "engine", 1)
+    ranks = RankSockets(folder, "engine", APART[:1])
     ranks.attached([ONE[:1]])
     ranks.close()
     ranks.close()
@@ -125,9 +127,32 @@ def test_an_orphan_is_kept_where_every_rank_has_it(folder: Path) -> None:
     workers = [Worker(folder, rank) for rank in range(2)]
     workers[0].attached |= {"one 0", "other 0"}
     workers[1].attached |= {"other 1"}
-    with contextlib.closing(RankSockets(folder, "engine", 2)) as ranks:
+    with contextlib.closing(RankSockets(folder, "engine", APART)) as ranks:
         assert ranks.kept([(ONE, 3.0), (OTHER, 7.0)]) == [None, OTHER]
         assert workers[1].asked == ["one 1 for 3 s", "other 1 for 7 s"]
         workers[1].end()
         assert ranks.kept([(OTHER, 7.0)]) == [None]
     workers[0].end()
+
+
+def test_each_rank_attaches_the_arenas_of_all_over_which_slots_are_spread(folder: Path) -> None:
+    workers = [Worker(folder, rank) for rank in range(2)]
+    with contextlib.closing(RankSockets(folder, "engine", STRIPED)) as ranks:
+        assert ranks.attached([ONE, OTHER]) == [False, False]
+        everything = ["one 0", "one 1", "other 0", "other 1"]
+        assert [each.asked for each in workers] == [everything, everything]
+        workers[0].attached |= set(everything)
+        workers[1].attached |= {"one 1", "other 0", "other 1"}
+        assert ranks.attached([ONE, OTHER]) == [False, True]
+    for each in workers:
+        each.end()
+
+
+def test_an_orphan_with_stripes_is_kept_where_every_rank_has_all_of_it(folder: Path) -> None:
+    workers = [Worker(folder, rank) for rank in range(2)]
+    workers[0].attached |= {"one 0", "one 1", "other 0", "other 1"}
+    workers[1].attached |= {"one 1", "other 0", "other 1"}
+    with contextlib.closing(RankSockets(folder, "engine", STRIPED)) as ranks:
+        assert ranks.kept([(ONE, 3.0), (OTHER, 7.0)]) == [None, OTHER]
+    for each in workers:
+        each.end()

@@ -258,7 +258,7 @@ class Deployment:
             answer_for_rank=lambda folder, engine_id, rank, answers: self.host.answer_for_rank(
                 owner, rank, answers
             ),
-            ranks=lambda folder, engine_id, number: SimulatedRanks(self.host, owner, number),
+            ranks=lambda folder, engine_id, reads: SimulatedRanks(self.host, owner, reads),
             copier=copier,
             adapter_loads=adapter_loads,
             weight_files=None,

@@ -22,12 +22,16 @@ from tests.simulation.plan import (
     groups_of,
     has_states,
 )
-from tests.simulation.scenes import hand_off
+from tests.simulation.scenes import hand_off, serve
 from tests.toy import LAYERS
 
 _OFTEN: Final = 0.2
 
 _PIPED_OFTEN: Final = 0.08
+
+_REPLICATED_OFTEN: Final = 0.15
+
+_FAR_OFTEN: Final = 0.15
 
 _LONG_ANSWER: Final = 23
 """Tokens of a long answer: more than a block of the largest size, 16."""
@@ -76,6 +80,55 @@ def piped(plan: Plan, draw: random.Random) -> Plan:
         runner = "v2" if each.overlap and stages else each.runner
         engines.append(replace(each, stages=stages, late_reports=late, runner=runner))
     return replace(plan, engines=tuple(engines))
+
+
+def replicated(plan: Plan, draw: random.Random) -> Plan:
+    """The same with a model of which all ranks hold the same KV, on several ranks, for some of the
+    plans; the plan itself for the others. In a third of them engines have other numbers of ranks.
+    Some engines have their ranks on several hosts, where each keeps all slots.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    if draw.random() >= _REPLICATED_OFTEN or plan.engines[0].family not in ("full", "latent"):
+        return plan
+    sizes = draw.choice(((2,), (2,), (3,), (4,), (1, 2), (2, 1), (4, 2)))
+    late = draw.choice((0.0, 0.0, 0.3))
+    engines = tuple(
+        replace(
+            each,
+            family="latent",
+            ranks=sizes[number % len(sizes)],
+            late_reports=late,
+            far_ranks=draw.random() < _FAR_OFTEN,
+        )
+        for number, each in enumerate(plan.engines)
+    )
+    plan = replace(plan, engines=engines)
+    return _served_again(plan, draw) if draw.random() < 0.5 else plan
+
+
+def _served_again(plan: Plan, draw: random.Random) -> Plan:
+    """Engines that share are asked for prompts again that their own cache has evicted."""
+    engines = tuple(
+        replace(
+            each,
+            hosts=True,
+            caching=True,
+            step_s=0.0,
+            slots=max(each.slots, 40),
+            blocks=blocks_of(each.family, each.block_size, 2),
+        )
+        for each in plan.engines
+    )
+    happens: list[tuple[int, str, dict[str, Any]]] = []
+    for _ in range(3):
+        engine = draw.choice(engines).name
+        for family in draw.sample(range(3), 3):
+            prompt = family, draw.choice((33, 37))
+            happens.append((draw.choice((100, 300)), "serve", serve(engine, prompt)))
+    events = tuple(Event(what, how, acts, i) for i, (acts, what, how) in enumerate(happens))
+    return replace(plan, engines=engines, events=events)
 
 
 def _full_pool(plan: Plan, draw: random.Random) -> Plan:

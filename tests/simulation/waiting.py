@@ -193,8 +193,8 @@ class Listed:
         """Look at halves that have just built a step.
 
         Raises:
-            Violation: a slot is listed that does not hold, on each rank, a block of this epoch in
-                the generation that the index says.
+            Violation: a slot is listed that does not hold, on each rank or on the one that owns
+                it, a block of this epoch in the generation that the index says.
         """
         if not inspection.shares(half):
             return
@@ -208,8 +208,10 @@ class Listed:
         for slot, generation in listed.items():
             if renamed or self._seen.get(slot) != generation:
                 for worker in workers:
-                    arena = inspection.arena(worker)
-                    names[slot] = self._compare(arena, slot, generation, beginnings)
+                    stripe, stripes = inspection.stripe(worker)
+                    if slot % stripes == stripe:
+                        arena = inspection.arena(worker)
+                        names[slot] = self._compare(arena, slot // stripes, generation, beginnings)
             else:
                 names[slot] = self.names[slot]
         self.names, self._seen, self._beginnings = names, listed, beginnings

@@ -85,6 +85,16 @@ def test_names_count_where_weights_are_unknown() -> None:
     assert len({readers_id(other, "h") for other in others}) == 4
 
 
+def test_who_spreads_its_slots_shares_no_arena_with_one_who_does_not_and_every_store() -> None:
+    groups = (msgspec.structs.replace(SHAPE, replicated=True),)
+    older, apart, spread = (
+        msgspec.structs.replace(OURS, ranks=2, groups=groups, stripes=each)
+        for each in (msgspec.UNSET, 1, 2)
+    )
+    assert readers_id(older, "h") == readers_id(apart, "h") != readers_id(spread, "h")
+    assert len({key_prefix("n", each, "h", "0.32") for each in (older, apart, spread)}) == 1
+
+
 def test_every_block_has_a_key_of_its_own() -> None:
     keys = {block_key("p", g, r, bytes([h])) for g in range(3) for r in range(3) for h in range(3)}
     assert len(keys) == 27

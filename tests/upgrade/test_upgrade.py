@@ -36,6 +36,7 @@ from omni_connector.handoff.messages import (
 )
 from omni_connector.handoff.params import BadParamsError, parse_remote_prefill
 from omni_connector.handoff.server import ControlServer, PeerConnection
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.packets import PACKAGE, Refusal, read_answer
 from omni_connector.net.status import FORMAT, StatusFile
 from omni_connector.net.status import read as read_status
@@ -163,17 +164,22 @@ def test_a_damaged_file_is_not_understood(name: str) -> None:
 # The control channel
 
 
-@pytest.fixture
-def server() -> ControlServer:
-    key = wire.compatibility()
+def _server(key: CompatibilityKey) -> ControlServer:
     return ControlServer(
         compatibility=key,
-        handshake_reply=HandshakeReply(wire.EPOCH, "sha256", key, ((wire.endpoint(),),)),
+        handshake_reply=HandshakeReply(
+            wire.EPOCH, "sha256", key, ((wire.endpoint(),),) * key.num_arenas
+        ),
         directory=SlotDirectory(8, EngineContext(FakeClock()), 100.0),
         clock=FakeClock(),
         pending_timeout=10.0,
         count=lambda name: None,
     )
+
+
+@pytest.fixture
+def server() -> ControlServer:
+    return _server(wire.compatibility())
 
 
 def _asked(server: ControlServer, **changes: Any) -> Refused:
@@ -215,6 +221,27 @@ def test_neighbouring_versions_of_one_protocol_shake_hands(server: ControlServer
     raw["a field of the next version"] = 7
     answer = server.receive(PeerConnection(0, b"peer"), msgspec.msgpack.encode(raw))
     assert isinstance(answer, HandshakeReply)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_version_without_stripes_of_slots_is_refused_by_an_engine_that_has_them(
+    release: str,
+) -> None:
+    """It would take slots of the first rank for all slots."""
+    raw = (FIXTURES / release / "handoff.request.handshake.bin").read_bytes()
+    handshake = decode_request(raw)
+    assert isinstance(handshake, Handshake)
+    said = handshake.decode_compatibility()
+    (group,) = said.groups
+    groups = (msgspec.structs.replace(group, replicated=True),)
+    reader = msgspec.structs.replace(said, ranks=2, groups=groups)
+    ours = msgspec.structs.replace(reader, stripes=2)
+    encoded = msgspec.Raw(msgspec.msgpack.encode(reader))
+    ask = msgspec.structs.replace(handshake, compatibility=encoded)
+    answer = _server(ours).receive(PeerConnection(0, b"peer"), encode(ask))
+    knows_stripes = said.stripes is not msgspec.UNSET
+    assert knows_stripes == (release != "0.1.0")
+    assert isinstance(answer, HandshakeReply if knows_stripes else Refused)
 
 
 # Sockets of the host

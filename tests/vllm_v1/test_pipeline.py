@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines whose layers are spread over pipeline stages hand off and share, stage by stage."""
 
+import dataclasses
 import random
 import threading
 import time
@@ -74,21 +75,24 @@ def test_a_connector_that_moves_nothing_is_found_out(engine, family):
 
 def test_stages_that_are_swapped_are_noticed_by_these_tests(engine, monkeypatch, tokens):
     """Stages with equally many layers have slots of one size, and their checksums are right."""
-    plans = load_plans.LoadPlan.arenas
+    plan = load_plans.LoadPlans._plan
 
-    def swapped(plan, spec):
-        places = {0: 0, 1: 2, 2: 1}
-        return [spec.arenas[places[source.rank]] for source in plan.sources]
+    def swapped(plans, source, group):
+        found = plan(plans, source, group)
+        sources = (
+            dataclasses.replace(each, arenas=tuple({0: 0, 1: 2, 2: 1}[at] for at in each.arenas))
+            for each in found.sources
+        )
+        return dataclasses.replace(found, sources=tuple(sources))
 
     prefill = engine("kv_producer", stages=EVEN)
     right, wrong = (engine("kv_consumer", stages=EVEN) for _ in range(2))
     asked = prompt(100)
     assert hand_off(prefill, right, asked) == tokens(asked, 6)
-    monkeypatch.setattr(load_plans.LoadPlan, "arenas", swapped)
+    monkeypatch.setattr(load_plans.LoadPlans, "_plan", swapped)
     assert hand_off(prefill, wrong, asked) != tokens(asked, 6)
     assert wrong.count("tokens_loaded") == 99
     assert not wrong.failures()
-    monkeypatch.setattr(load_plans.LoadPlan, "arenas", plans)
 
 
 OTHERS = [

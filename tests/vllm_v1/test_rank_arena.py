@@ -48,6 +48,7 @@ def test_an_arena_is_pinned_by_the_slots_that_are_populated(monkeypatch, prefaul
         transports=Transports((), ()),
         rank=0,
         ranks=1,
+        near_ranks=1,
         context=EngineContext(),
         prefault=prefault,
         outlives=False,

@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from omni_connector.vllm_v1.compat import tell_hash_block_size
-from tests.toy import drafting, kv_cache_config, write_model
+from tests.toy import GROUPS, drafting, kv_cache_config, write_model
 
 MODULE: Final = "tests.simulation.engines.connector"
 OTHER: Final = "tests.simulation.engines.other"
@@ -52,7 +52,7 @@ class EngineShape:
         policy: `kv_load_failure_policy`.
         runner: of `lifecycles.LIFECYCLES`.
         caching: whether prefixes are cached.
-        slots: of the arena.
+        slots: of the arena of each rank, or of all ranks that spread their slots over them.
         shares: whether it uses the shared store.
         integrity: as configured.
         zeroes: whether vLLM has new blocks zeroed, whatever the family.
@@ -66,6 +66,7 @@ class EngineShape:
         beside: where another connector stands in MultiConnector, `before` ours or `after`; "" where
             there is none.
         stages: numbers of the layers at which the pipeline stages after the first begin.
+        far_ranks: whether each rank is on a host of its own.
     """
 
     name: str
@@ -97,11 +98,23 @@ class EngineShape:
     late_reports: float = 0.0
     beside: str = ""
     stages: tuple[int, ...] = ()
+    far_ranks: bool = False
 
 
 def num_workers(shape: EngineShape) -> int:
     """Ranks of all pipeline stages."""
     return shape.ranks * (1 + len(shape.stages))
+
+
+def rank_slots(shape: EngineShape) -> int:
+    """Slots of the arena of each rank: a stripe of the slots, where all ranks hold the same KV."""
+    striped = set(GROUPS[shape.family]) == {"latent"} and not shape.far_ranks
+    return -(-shape.slots // shape.ranks) if striped else shape.slots
+
+
+def num_hosts(shape: EngineShape) -> int:
+    """Hosts that the engine spans; each has a part of its ranks."""
+    return num_workers(shape) if shape.far_ranks else 1
 
 
 ARENA_WAIT_S: Final = 2.0
@@ -116,7 +129,12 @@ def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:
     """The connector's settings."""
     extra: dict[str, Any] = {
         "model_id": "toy",
-        "arena_gib": (shape.slots + 0.5) * slot_bytes * num_workers(shape) / (1 << 30),
+        "arena_gib": (
+            (rank_slots(shape) + 0.5)
+            * slot_bytes
+            * (num_workers(shape) // num_hosts(shape))  # those of one host
+            / (1 << 30)
+        ),
         "arena_wait_s": ARENA_WAIT_S,
         "load_timeout_s": LOAD_TIMEOUT_S,
         "handoff_ttl_s": HANDOFF_TTL_S,
@@ -156,6 +174,7 @@ def vllm_config(shape: EngineShape, extra: dict[str, Any]) -> VllmConfig:
     scheduler.async_scheduling = shape.overlap
     config.parallel_config.tensor_parallel_size = shape.ranks
     config.parallel_config.pipeline_parallel_size = 1 + len(shape.stages)
+    config.parallel_config.nnodes = num_hosts(shape)
     config.parallel_config.rank = 0
     # The scheduler half asks no rank at a socket; see `SimulatedRankCopies`.
     config.parallel_config.distributed_executor_backend = "uni"

@@ -56,8 +56,8 @@ FEATURES: Final = (
         "KV of a peer with other ranks is read as that of one with as many",
         (
             "omni_connector.kv.compatibility",
-            "            self.ranks == reader.ranks\n            and self.has_stages_of(reader)\n",
-            "            self.has_stages_of(reader)\n",
+            "            self.ranks == reader.ranks\n            and self.num_stripes ==",
+            "            self.num_stripes ==",
         ),
     ),
     mutant(
@@ -74,8 +74,49 @@ FEATURES: Final = (
         "ranks of later pipeline stages read the first stage's arenas",
         (
             "omni_connector.copy.load_plans",
-            "whole = LoadSource(self._rank, ",
-            "whole = LoadSource(self._rank % self._ranks, ",
+            "owning_arenas(stage, rank, self._ranks, self._stripes)",
+            "owning_arenas(0, rank, self._ranks, self._stripes)",
+        ),
+    ),
+    mutant(
+        "each rank reads its own stripe",
+        "of KV that all ranks hold, a rank looks for all slots in one arena",
+        (
+            "omni_connector.kv.stripes",
+            "    return tuple(range(first, first + stripes)) if stripes > 1 else (first + rank,)\n",
+            "    return (first + rank,)\n",
+        ),
+    ),
+    mutant(
+        "stripes are saved by the next rank",
+        "a slot is saved in another rank's arena than it is read from",
+        (
+            "omni_connector.kv.stripes",
+            "    own: NDArray[np.bool_] = owners == rank % stripes\n",
+            "    own: NDArray[np.bool_] = owners == (rank + 1) % stripes\n",
+        ),
+    ),
+    mutant(
+        "copies are taken for stripes",
+        "slots of an engine whose ranks keep all of them are read as if they were spread",
+        (
+            "omni_connector.kv.compatibility",
+            "            and self.num_stripes == reader.num_stripes\n",
+            "",
+        ),
+    ),
+    mutant(
+        "siblings are neighbours",
+        "a load of the own blocks does not wait until the arenas of the other ranks are attached",
+        (
+            "omni_connector.copy.loading",
+            "waits=spec.own or spec.keys is None",
+            "waits=spec.keys is None",
+        ),
+        (
+            "omni_connector.prefix.neighbours",
+            "        return [self.arenas] if self.stripes > 1 else []\n",
+            "        return []\n",
         ),
     ),
     mutant(
@@ -83,8 +124,8 @@ FEATURES: Final = (
         "of a peer with other blocks or ranks, the first pipeline stage is read by all",
         (
             "omni_connector.copy.load_plans",
-            "                    source_stage * source.ranks + of_stage,\n",
-            "                    of_stage,\n",
+            "                    source.arenas_of(source_stage, of_stage),\n",
+            "                    source.arenas_of(0, of_stage),\n",
         ),
     ),
     mutant(

@@ -39,7 +39,7 @@ SHARING: Final = (
         "a neighbour counts before its arenas are attached, and a load waits for them",
         (
             "omni_connector.copy.loading",
-            "        self.arenas = rank.arenas.open(waits=spec.keys is None)\n",
+            "        self.arenas = rank.arenas.open(waits=spec.own or spec.keys is None)\n",
             "        self.arenas = rank.arenas.open()\n",
         ),
         (
@@ -67,7 +67,7 @@ SHARING: Final = (
         ),
         (
             "omni_connector.copy.loading",
-            "        self.arenas = rank.arenas.open(waits=spec.keys is None)\n",
+            "        self.arenas = rank.arenas.open(waits=spec.own or spec.keys is None)\n",
             "        self.arenas = rank.arenas.open()\n",
         ),
     ),
@@ -76,8 +76,8 @@ SHARING: Final = (
         "whatever is in the slot that an index lists is taken for the block",
         (
             "omni_connector.copy.loading",
-            "        if step.keys is not None and [header.key",
-            "        if False and [header.key",
+            "        if step.keys is None:\n            return\n",
+            "        return\n",
         ),
     ),
     mutant(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from omni_connector.arena.format import EPOCH_BYTES
 from omni_connector.config import OmniConfig
@@ -98,12 +99,14 @@ def _changed(compatibility: CompatibilityKey, draw: random.Random) -> Compatibil
             stages = tuple(tuple(map(_unnamed, stage)) for stage in stages)
             groups = list(map(_unnamed, groups))
             compatibility = msgspec.structs.replace(
-                compatibility, groups=stages[0], later_stages=stages[1:] or msgspec.UNSET
+                compatibility, groups=stages[0], later_stages=stages[1:] or UNSET
             )
-        later = draw.choice((msgspec.UNSET, (), (groups,), stages[:1], stages[::-1], 300 * stages))
+        later = draw.choice((UNSET, (), (groups,), stages[:1], stages[::-1], 300 * stages))
         return msgspec.structs.replace(compatibility, later_stages=later)
     if change == 0:
-        return msgspec.structs.replace(compatibility, ranks=draw.choice((1, 2, 3, 1024)))
+        ranks = draw.choice((1, 2, 3, 1024))
+        stripes = draw.choice((UNSET, 1, ranks, 2))
+        return msgspec.structs.replace(compatibility, ranks=ranks, stripes=stripes)
     if change == 1:
         return msgspec.structs.replace(compatibility, groups=())
     if change == 2:
@@ -124,6 +127,7 @@ def _changed(compatibility: CompatibilityKey, draw: random.Random) -> Compatibil
         groups[at] = msgspec.structs.replace(group, block_size=size)
     elif change == 6:
         groups[at] = msgspec.structs.replace(group, replicated=not group.replicated)
+        compatibility = msgspec.structs.replace(compatibility, stripes=draw.choice((UNSET, 1)))
     elif change == 9:
         names = group.names or ()
         groups[at] = draw.choice(
@@ -140,7 +144,7 @@ def _changed(compatibility: CompatibilityKey, draw: random.Random) -> Compatibil
 
 
 def _unnamed(group: GroupShape) -> GroupShape:
-    return msgspec.structs.replace(group, names=msgspec.UNSET)
+    return msgspec.structs.replace(group, names=UNSET)
 
 
 class Liar(Actor):

@@ -85,34 +85,42 @@ class Host:
 class SimulatedRanks:
     """The ranks of an engine; see `attaching.Ranks`."""
 
-    def __init__(self, host: Host, owner: str, num_ranks: int) -> None:
+    def __init__(self, host: Host, owner: str, reads: Sequence[Sequence[int]]) -> None:
         self._host = host
         self._owner = owner
-        self._num_ranks = num_ranks
+        self._reads = reads
 
     def attached(self, engines: Sequence[Arenas]) -> list[bool]:
         found = []
         for arenas in engines:
-            asked = [self._host.ranks.get((self._owner, rank)) for rank in range(self._num_ranks)]
             answers = [
-                Attached(False) if rank is None else rank[AskAttached](AskAttached(arena))
-                for rank, arena in zip(asked, arenas, strict=True)
+                self._ask(rank, AskAttached(arenas[each]))
+                for rank, read in enumerate(self._reads)
+                for each in read
             ]
-            found.append(Attached(False) not in answers)
+            found.append(all(each.attached for each in answers))
         return found
 
     def kept(self, orphans: Sequence[tuple[Arenas, float]]) -> list[Arenas | None]:
         found: list[Arenas | None] = []
         for arenas, seconds in orphans:
-            asked = [self._host.ranks.get((self._owner, rank)) for rank in range(self._num_ranks)]
-            answers = [
-                None if rank is None else rank[AskAttached](AskAttached(arena, seconds))
-                for rank, arena in zip(asked, arenas, strict=True)
-            ]
-            kept = [each for each in answers if isinstance(each, Attached) and each.attached]
-            there = len(kept) == len(answers)
-            found.append(tuple(each.handed_on for each in kept) if there else None)
+            answers = {
+                (rank, each): self._ask(rank, AskAttached(arenas[each], seconds))
+                for rank, read in enumerate(self._reads)
+                for each in read
+            }
+            there = all(each.attached for each in answers.values())
+            handed_on = tuple(answers[rank, rank].handed_on for rank in range(len(self._reads)))
+            found.append(handed_on if there else None)
         return found
+
+    def _ask(self, rank: int, question: AskAttached) -> Attached:
+        answers = self._host.ranks.get((self._owner, rank))
+        if answers is None:
+            return Attached(False)
+        answer = answers[AskAttached](question)
+        assert isinstance(answer, Attached)
+        return answer
 
     def close(self) -> None:
         """Nothing is held."""
@@ -173,13 +181,14 @@ class View(RemoteArena):
 
 
 class SimulatedTransport(ArenaTransport):
-    """Reads and exports arenas within a world."""
+    """Reads and exports arenas within a world, for one rank of an engine."""
 
     transport = "shm"
 
     def __init__(self, host: Host, owner: str) -> None:
         self._host = host
         self._owner = owner
+        self._exported: set[str] = set()  # addresses
 
     @property
     def supports_mapping(self) -> bool:
@@ -187,6 +196,7 @@ class SimulatedTransport(ArenaTransport):
 
     def export(self, arena: Arena, name: str) -> Endpoint:
         self._host.arenas[name] = (self._owner, arena)
+        self._exported.add(name)
         return Endpoint.of(arena, self.transport, name)
 
     def hand_on(self, arena: RemoteArena) -> Endpoint | None:
@@ -203,9 +213,9 @@ class SimulatedTransport(ArenaTransport):
         host, world = self._host, self._host.world
         world.forbid_waiting("attach")
         owner, arena = host.found(endpoint.address) or ("", None)
-        if owner == self._owner and not host.lied:
-            raise Violation("own_arena", f"{owner} attaches its own arena")
-        if owner in host.silent:
+        if endpoint.address in self._exported and not host.lied:
+            raise Violation("own_arena", f"a rank of {owner} attaches its own arena")
+        if owner in host.silent and owner != self._owner:
             world.wait(timeout)
             raise PeerUnreachableError(f"{owner} does not answer")
         if arena is None or arena.epoch != endpoint.epoch or world.chance(host.failing):

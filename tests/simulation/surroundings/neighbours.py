@@ -125,7 +125,8 @@ class SimulatedNeighbours(Neighbours):
         """See what the ranks have attached, as a real engine does about once a second."""
         world, met = self._neighbourhood.world, list(self._met.values())
         self.orphans.follow()
-        arenas = [each.arenas for each in met] + self.orphans.unkept
+        siblings = self.local_engine.siblings
+        arenas = [*(each.arenas for each in met), *self.orphans.unkept, *siblings]
         attached = self.local_engine.ranks.attached(arenas)
         there = [each for each, there in zip(met, attached, strict=False) if there]
         self._present = (*there, *self.orphans.present())

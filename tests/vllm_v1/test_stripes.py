@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV that all tensor-parallel ranks hold is kept once an engine: each slot in one rank's arena.
+
+The toy model reads the KV of every rank with each token, and raises where two ranks hold different
+bytes of what both hold. So an answer is right only if all ranks got the right bytes.
+"""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from msgspec import UNSET
+
+from omni_connector.arena.format import SlotState
+from omni_connector.copy import load_plans
+from omni_connector.errors import ConfigError
+from omni_connector.vllm_v1 import assembly
+from omni_connector.vllm_v1.metadata import num_near_ranks
+from tests import inspection
+from tests.toy import BLOCK
+from tests.toy_runner import WrongBytes
+
+from .harness import HANDOFF, assert_clean, hand_off, leased, prompt, run, wait
+from .stores import PREFIX, QUESTION
+from .test_host_prefix import neighbours, publish, sharer  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.vllm
+
+LENGTHS = [2, BLOCK, BLOCK + 1, 5 * BLOCK + 1, 150]
+SIZES = [(1, 2), (2, 1), (2, 2), (4, 2), (2, 4), (8, 1), (1, 8), (8, 8)]
+LATENT = {"family": "latent"}
+
+
+def published(engine):
+    """How many slots hold a block, by rank."""
+    arenas = [engine.arena(rank) for rank in range(len(engine.workers))]
+    return [
+        sum(arena.header(slot).state == SlotState.PUBLISHED for slot in range(arena.n_slots))
+        for arena in arenas
+    ]
+
+
+def arena_bytes(engine):
+    return sum(engine.arena(rank).slots.nbytes for rank in range(len(engine.workers)))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_token_takes_as_many_bytes_of_arenas_as_with_one_rank(engine, ranks):
+    one, several = engine("kv_producer", **LATENT), engine("kv_producer", ranks=ranks, **LATENT)
+    least = one.directory.num_slots // ranks * ranks  # the rest is no slot for each rank
+    assert several.directory.num_slots == least
+    assert arena_bytes(several) <= arena_bytes(one)
+    asked = prompt(20 * BLOCK)
+    for each in (one, several):
+        each.generate(asked, params=HANDOFF)
+    assert sum(published(several)) == sum(published(one)) == 20
+    assert max(published(several)) == -(-20 // ranks), "each rank saves its part"
+    assert several.count("bytes_saved") == one.count("bytes_saved")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_where_ranks_hold_heads_of_their_own_each_keeps_every_block(engine, ranks):
+    several = engine("kv_producer", ranks=ranks)
+    several.generate(prompt(20 * BLOCK), params=HANDOFF)
+    assert published(several) == [20] * ranks
+
+
+@pytest.mark.parametrize("ranks", SIZES, ids=lambda pair: f"{pair[0]} to {pair[1]}")
+def test_every_rank_gets_the_bytes_of_a_handoff(engine, ranks):
+    prefill = engine("kv_producer", ranks=ranks[0], **LATENT)
+    decode = engine("kv_consumer", ranks=ranks[1], **LATENT)
+    reference = engine(**LATENT)
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    assert decode.count("tokens_loaded") == sum(LENGTHS) - len(LENGTHS)
+    assert decode.count("bytes_loaded") == ranks[1] * prefill.count("bytes_saved")
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
+@pytest.mark.parametrize("ranks", SIZES, ids=lambda pair: f"{pair[0]} to {pair[1]}")
+def test_blocks_of_another_size_are_made_of_slots_of_several_ranks(engine, ranks, sizes):
+    prefill = engine("kv_producer", ranks=ranks[0], block_size=sizes[0], **LATENT)
+    decode = engine("kv_consumer", ranks=ranks[1], block_size=sizes[1], **LATENT)
+    reference = engine(block_size=sizes[1], **LATENT)
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    assert decode.count("handoffs_received") == len(LENGTHS)
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+def other_stripe(monkeypatch):
+    """Have ranks read each slot in the arena of the rank after its owner's."""
+    plan = load_plans.LoadPlans._plan
+
+    def turned(plans, source, group):
+        found = plan(plans, source, group)
+        sources = tuple(
+            dataclasses.replace(each, arenas=each.arenas[1:] + each.arenas[:1])
+            for each in found.sources
+        )
+        return dataclasses.replace(found, sources=sources)
+
+    monkeypatch.setattr(load_plans.LoadPlans, "_plan", turned)
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (2, 2), (4, 2)], ids=str)
+def test_slots_of_another_stripe_are_noticed_by_these_tests(engine, monkeypatch, ranks):
+    """They hold whole blocks of the same prompt, with right checksums and generations."""
+    other_stripe(monkeypatch)
+    prefill = engine("kv_producer", ranks=ranks[0], **LATENT)
+    decode = engine("kv_consumer", ranks=ranks[1], **LATENT)
+    asked = prompt(8 * BLOCK + 1)
+    expected = engine(**LATENT).generate(asked, 6).tokens
+    assert hand_off(prefill, decode, asked) != expected
+    assert decode.count("tokens_loaded") == 8 * BLOCK
+    assert not decode.failures()
+
+
+def test_a_rank_that_alone_reads_another_stripe_is_noticed_by_these_tests(engine, monkeypatch):
+    plan = load_plans.LoadPlans._plan
+    prefill, decode = (engine(role, ranks=2, **LATENT) for role in ("kv_producer", "kv_consumer"))
+    wrong = inspection.load_plans(decode.worker_halves[1])
+
+    def turned(plans, source, group):
+        found = plan(plans, source, group)
+        if plans is not wrong:
+            return found
+        sources = tuple(
+            dataclasses.replace(each, arenas=each.arenas[::-1]) for each in found.sources
+        )
+        return dataclasses.replace(found, sources=sources)
+
+    monkeypatch.setattr(load_plans.LoadPlans, "_plan", turned)
+    with pytest.raises(WrongBytes, match="two ranks keep different bytes"):
+        hand_off(prefill, decode, prompt(8 * BLOCK + 1))
+    assert not decode.failures()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_an_engine_gets_back_what_its_own_cache_has_evicted(sharer, engine, ranks):  # noqa: F811
+    alone = sharer(usable_blocks=32, ranks=ranks, **LATENT)
+    publish(alone)
+    assert sum(published(alone)) == len(PREFIX) // BLOCK
+    for seed in range(5):
+        publish(alone, prompt(8 * BLOCK, seed=seed))
+    assert alone.generate(QUESTION, 6).tokens == engine(**LATENT).generate(QUESTION, 6).tokens
+    assert alone.count("tokens_kept") == 6 * BLOCK
+    assert not alone.failures()
+    assert_clean(alone)
+
+
+def test_the_own_blocks_in_another_stripe_are_not_read(sharer, engine, monkeypatch):  # noqa: F811
+    """The header of a slot names its block."""
+    alone = sharer(usable_blocks=32, ranks=2, **LATENT)
+    publish(alone)
+    for seed in range(5):
+        publish(alone, prompt(8 * BLOCK, seed=seed))
+    other_stripe(monkeypatch)
+    assert alone.generate(QUESTION, 6).tokens == engine(**LATENT).generate(QUESTION, 6).tokens
+    assert alone.count("tokens_kept") == 0
+    assert set(alone.failures()) == {"stale_slot"}
+    assert_clean(alone)
+
+
+@pytest.mark.parametrize("stages", [(), (1,)], ids=["one stage", "two stages"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_neighbours_blocks_are_read_from_all_its_ranks(
+    sharer,  # noqa: F811
+    engine,
+    ranks,
+    stages,
+):
+    options = {"ranks": ranks, "stages": stages, **LATENT}
+    first, second = sharer(**options), sharer(**options)
+    publish(first)
+    of_ranks = published(first)
+    for stage in range(1 + len(stages)):
+        assert sum(of_ranks[stage * ranks : (stage + 1) * ranks]) == len(PREFIX) // BLOCK
+    expected = engine(**LATENT).generate(QUESTION, 20).tokens
+    assert second.generate(QUESTION, 20).tokens == expected
+    assert second.count("tokens_from_host") == 6 * BLOCK
+    assert not second.failures()
+    assert_clean(first, second)
+
+
+def test_wrong_bytes_in_one_rank_are_noticed_by_all(sharer, engine):  # noqa: F811
+    first, second = sharer(ranks=2, **LATENT), sharer(ranks=2, **LATENT)
+    publish(first)
+    first.arena(1).slots[:] ^= 0x10
+    expected = engine(**LATENT).generate(QUESTION, 6).tokens
+    assert second.generate(QUESTION, 6).tokens == expected
+    assert set(second.failures()) == {"checksum_mismatch"}
+    assert_clean(first, second)
+
+
+def test_an_orphan_is_read_from_all_its_ranks(sharer, engine):  # noqa: F811
+    options = {"ranks": 2, **LATENT}
+    first, second = sharer(**options), sharer(**options)
+    publish(first)
+    first.shutdown()
+    wait(lambda: [each.orphan for each in neighbours(second).present()] == [True])
+    successor = engine("kv_both", extra={"share": True}, **options)
+    wait(lambda: any(each.orphan for each in neighbours(successor).present()))
+    expected = engine(**LATENT).generate(QUESTION, 6).tokens
+    for each in (second, successor):
+        assert each.generate(QUESTION, 6).tokens == expected
+        assert each.count("tokens_from_host") > 0
+        assert not each.failures()
+
+
+def test_new_weights_void_what_each_rank_owns(engine):
+    prefill, decode = (engine(role, ranks=2, **LATENT) for role in ("kv_producer", "kv_consumer"))
+    asked = prompt(6 * BLOCK + 1)
+    late = leased(prefill, decode, asked)
+    [handoff] = prefill.handoffs
+    generations = prefill.directory.pool.generation[handoff.held].tolist()
+    read = dict(zip(handoff.held.tolist(), generations, strict=True))
+    assert len(read) == 6
+    prefill.runner.weights = b"new"
+    assert prefill.scheduler.reset_prefix_cache(reset_connector=True)
+    for seed in range(2):  # the ranks say which weights they have, and hear what is void
+        prefill.generate(prompt(5, seed=seed))
+    for slot, generation in read.items():
+        arena = prefill.arena(slot % 2)
+        wait(lambda at=(arena, slot // 2, generation): at[0].header(at[1]).generation > at[2])
+    run([prefill, decode], lambda: decode.done(late))
+    expected = engine(**LATENT).generate(asked, 6).tokens
+    assert decode.answers[late].tokens == expected
+    assert_clean(prefill, decode)
+
+
+def test_a_rank_whose_save_fails_takes_the_whole_handoff(engine, monkeypatch):
+    prefill, decode = (engine(role, ranks=2, **LATENT) for role in ("kv_producer", "kv_consumer"))
+    reference = engine(**LATENT)
+
+    def failing(*args, **options):
+        raise OSError("no memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(inspection.copier(prefill.worker_halves[1]), "save", failing)
+        asked = prompt(4 * BLOCK + 1)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+        assert decode.count("tokens_loaded") == 0
+    asked = prompt(4 * BLOCK + 1, seed=1)
+    assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    assert decode.count("tokens_loaded") == 4 * BLOCK
+    assert_clean(prefill, decode)
+
+
+def test_a_load_waits_for_the_slots_of_a_rank_that_saves_later(engine):
+    prefill, decode = (engine(role, ranks=2, **LATENT) for role in ("kv_producer", "kv_consumer"))
+    held = prefill.hold(saves=True)  # of one rank
+    asked = prompt(6 * BLOCK + 1)
+    sent = prefill.submit(asked, params=HANDOFF)
+    run([prefill], lambda: prefill.done(sent))
+    got = decode.submit(asked, max_tokens=6, params=prefill.answers[sent].params)
+    for _ in range(20):
+        decode.step()
+        prefill.step()
+    assert not decode.answers[got].tokens
+    held.open()
+    run([prefill, decode], lambda: decode.done(got))
+    assert decode.answers[got].tokens == engine(**LATENT).generate(asked, 6).tokens
+    assert decode.count("tokens_loaded") == 6 * BLOCK
+    assert_clean(prefill, decode)
+
+
+def test_where_the_ranks_of_a_stage_are_on_several_hosts_each_keeps_all(engine, monkeypatch):
+    """A rank could not read the arenas of the others."""
+    with monkeypatch.context() as apart:
+        apart.setattr(assembly, "num_near_ranks", lambda _: 1)
+        prefill = engine("kv_producer", ranks=2, **LATENT)
+    assert inspection.compatibility(prefill.half).num_stripes == 1
+    decode = engine("kv_consumer", ranks=2, **LATENT)
+    asked = prompt(8 * BLOCK + 1)
+    assert hand_off(prefill, decode, asked) == engine(**LATENT).generate(asked, 6).tokens
+    assert published(prefill) == [8, 8]
+    assert decode.count("tokens_loaded") == 8 * BLOCK
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "hosts", "near"),
+    [(8, 1, 1, 8), (8, 2, 1, 8), (8, 2, 2, 8), (16, 1, 2, 1), (6, 2, 3, 1), (1, 4, 2, 1)],
+)
+def test_ranks_are_near_if_a_stage_is_on_one_host(ranks, stages, hosts, near):
+    parallel = SimpleNamespace(
+        tensor_parallel_size=ranks, pipeline_parallel_size=stages, nnodes_within_dp=hosts
+    )
+    assert num_near_ranks(SimpleNamespace(parallel_config=parallel)) == near
+
+
+def test_ranks_that_disagree_about_stripes_are_refused(engine, monkeypatch):
+    said = iter([2, 1])
+    monkeypatch.setattr(assembly, "num_near_ranks", lambda _: next(said))
+    with pytest.raises(ConfigError, match="only some ranks"):
+        engine("kv_producer", ranks=2, **LATENT)
+
+
+def test_a_version_that_knows_no_stripes_is_refused_by_name(engine, log):
+    prefill, decode = engine("kv_producer", ranks=2, **LATENT), engine("kv_consumer", **LATENT)
+    asked = prompt(4 * BLOCK + 1)
+    answer = prefill.generate(asked, params=HANDOFF).params
+    inspection.learn(decode.half, stripes=UNSET)
+    expected = engine(**LATENT).generate(asked, 6).tokens
+    assert decode.generate(asked, 6, params=answer).tokens == expected
+    assert decode.failures() == {"incompatible_peer": 1}
+    assert "stripes of slots" in log[-1]
+
+
+def test_a_version_that_knows_no_stripes_reads_and_is_read_as_before(engine):
+    prefill, decode = engine("kv_producer", **LATENT), engine("kv_consumer", ranks=2, **LATENT)
+    inspection.learn(decode.half, stripes=UNSET)
+    asked = prompt(4 * BLOCK + 1)
+    assert hand_off(prefill, decode, asked) == engine(**LATENT).generate(asked, 6).tokens
+    assert decode.count("tokens_loaded") == 4 * BLOCK
