@@ -44,6 +44,21 @@ each other, and the error names what differs.
 (*) FlashInfer writes NVFP4 in two ways, by the GPU: `fa2` and `trtllm`; they refuse each other.
 On CPUs, `make test` checks the layouts of this table, but not the kernels that need a GPU.
 
+## Circular buffers
+
+DeepSeek-V4.1, Qwen3.8 next and GLM-5.3 flash keep the latest tokens of a request in one block, in
+which later tokens overwrite earlier ones (`CircularBufferSpec`). They need a GPU; `make test` hands
+off and shares such groups with vLLM's scheduler and a made-up model that reads every byte.
+
+| | |
+| --- | --- |
+| hand-off | the whole block, as it is when the prompt ends, between any tensor-parallel sizes |
+| buffers of other sizes | refused by name. The size depends on the number of speculative tokens, \
+so set the same on both sides |
+| shared prefixes | without the buffers: prefixes end where the next token does not read them |
+| DeepSeek-V4.1 with bounded replay | refuses to start, as vLLM computes the last window of \
+a prefix again; set `--no-swa-bounded-replay` |
+
 ## Pipeline parallel
 
 Each rank of each pipeline stage has an arena of its own, which holds the layers of its stage. When

@@ -24,6 +24,7 @@ import torch
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -76,6 +77,11 @@ def write_model(folder: Path, weights: bytes = b"toy") -> Path:
 WINDOW: Final = 40
 DRAFTER_LAYER: Final = "drafter.layers"
 CHUNK: Final = 16  # a multiple of each block size, as vLLM takes it to be
+RATIO: Final = 3  # positions that are compressed into one
+# Positions of a ring: those that are being compressed, and the drafts of a step. No block size
+# divides it, nor does it divide one.
+RING: Final = 12
+RING_BYTES: Final = 8  # of a position, in a layer
 
 FAMILIES: Final = {
     "full": ("full",),
@@ -86,6 +92,9 @@ FAMILIES: Final = {
     "latent": ("latent",),
     "chunk": ("chunk",),
     "chunk and full": ("chunk", "full"),
+    "ring and full": ("ring", "full"),
+    "ring and latent": ("ring", "latent"),
+    "all and a ring": ("full", "window", "ring", "state"),
 }
 """The kinds of the cache groups, in their order."""
 
@@ -108,11 +117,13 @@ def kv_cache_config(
     caching: bool = True,
     window: int = WINDOW,
     states: str = "align",
+    ring: int = RING,
 ) -> KVCacheConfig:
     """Groups of `LAYERS` layers each, overlaid on the same bytes, as vLLM lays out LBHNC.
 
     Args:
         states: `--mamba-cache-mode` where prefixes are cached: `align` or `all`.
+        ring: positions of a ring.
     """
     heads = max(1, HEADS // ranks)
     specs: dict[str, KVCacheSpec] = {
@@ -140,7 +151,17 @@ def kv_cache_config(
         block_size=block_size, num_kv_heads=1, head_size=4 * HEAD_SIZE, dtype=torch.float16
     )
     kinds = GROUPS[family]
-    page = specs[kinds[0] if kinds[0] != "state" else "full"].page_size_bytes
+    page = specs[next(kind for kind in kinds if kind in specs)].page_size_bytes
+    # As of an indexer, which has the raw key of a position and its gate in the place of heads. Each
+    # rank keeps all of it.
+    specs["ring"] = CircularBufferSpec(
+        block_size=ring,
+        num_kv_heads=2,
+        head_size=RING_BYTES // 4,
+        head_size_v=0,
+        dtype=torch.float16,
+        page_size_padded=page,
+    )
     specs["state"] = MambaSpec(
         # Kept for every block where prefixes are cached, else one for a request.
         block_size=block_size if caching else MAX_LENGTH,
@@ -410,6 +431,9 @@ def kinds_of(config: KVCacheConfig, ranks: int) -> tuple[Kind, ...]:
         if isinstance(spec, MambaSpec):
             size = layers * ranks * spec.state_content_size_bytes
             found.append(Kind("state", 1, size, spec.mamba_cache_mode == "all"))
+            continue
+        if isinstance(spec, CircularBufferSpec):
+            found.append(Kind("chunk", RATIO, layers * RING_BYTES))
             continue
         heads = 1 if isinstance(spec, MLAAttentionSpec) else HEADS
         content = spec.page_size_bytes // spec.block_size // spec.num_heads

@@ -13,10 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    KVCacheConfig,
+    MambaSpec,
+    MLAAttentionSpec,
+)
 from vllm.v1.outputs import DraftTokenIds
 
-from tests.toy import HEADS, MAX_LENGTH, Mind, drafters_kv, embedded, kinds_of
+from tests.toy import HEADS, MAX_LENGTH, RING_BYTES, Mind, drafters_kv, embedded, kinds_of
 
 
 @dataclass(slots=True)
@@ -105,7 +110,7 @@ class ToyRunner:
         # That of the drafter is the last, so that the others have their numbers.
         self._kinds = tuple(kind for kind in kinds if kind.attention != "ahead")
         self._drafter: _Attention | None = None
-        self._groups: list[_Attention | _State] = []
+        self._groups: list[_Attention | _Ring | _State] = []
         self._layers = [rank for ranks in layers.values() for rank in ranks]
         # The groups take turns, as they do in hybrid models.
         groups = config.kv_cache_groups[: len(self._kinds)]
@@ -129,6 +134,8 @@ class ToyRunner:
                 assert isinstance(spec, MambaSpec)
                 size = spec.state_content_size_bytes
                 self._groups.append(_State(caches, spec.block_size, size, every=kind.every))
+            elif isinstance(group.kv_cache_spec, CircularBufferSpec):
+                self._groups.append(_Ring(caches))
             else:
                 heads = 1 if isinstance(group.kv_cache_spec, MLAAttentionSpec) else HEADS
                 self._groups.append(_Attention(caches, heads))
@@ -377,7 +384,7 @@ class ToyRunner:
         )
         for half, (name, g, number) in itertools.product(halves, self._order):
             self.launch(partial(self._write_layer, batch, half, g, number))
-            if self._kinds[g].attention != "state":
+            if isinstance(self._groups[g], _Attention):
                 computed(name)
 
     def _write_layer(self, batch: list[_Part], half: slice, g: int, number: int) -> None:
@@ -397,7 +404,7 @@ class ToyRunner:
         mind = Mind(self.weights if weights is None else weights, self._kinds)
         drawn = mind.steps(token_ids)
         for g, group in enumerate(self._groups):
-            size = self._block_sizes[g]
+            size = MAX_LENGTH if isinstance(group, _Ring) else self._block_sizes[g]
             for position in range(start, len(token_ids)):
                 if tables[g][position // size]:  # else nobody will read it
                     puts = group.puts(tables[g], position, position + 1, [drawn[position][g]])
@@ -522,6 +529,43 @@ def _stacked(layers: list[NDArray[np.uint8]]) -> NDArray[np.uint8] | None:
 def _split(block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """For each position the number of its block, and its place in that."""
     return np.divmod(np.arange(MAX_LENGTH), block_size)
+
+
+class _Ring:
+    """The layers of a group that keep the latest positions of a request in its only block, each in
+    the place of its number modulo the size of that. Every rank keeps the same bytes."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        _, self._heads, self._capacity, self._content = layers[0][0].shape
+
+    def read(self, table: list[int], start: int, end: int) -> NDArray[np.uint8]:
+        """What is kept of these positions: (positions, bytes)."""
+        assert end - start <= self._capacity
+        places = np.arange(start, end) % self._capacity
+        found = []
+        for layer in self._layers:
+            one = layer[0][table[0]][:, places]
+            if any((rank[table[0]][:, places] != one).any() for rank in layer[1:]):
+                raise WrongBytes("two ranks keep different bytes of one ring")
+            found.append(one.transpose(1, 0, 2).reshape(end - start, RING_BYTES))
+        return np.concatenate(found, axis=1)
+
+    def puts(
+        self, table: list[int], start: int, end: int, content: list[bytes]
+    ) -> list[list[_Put]]:
+        """What is kept of these positions, by layer; of many, the last."""
+        (block,) = table
+        assert block != 0, "vLLM has taken a block away that holds a ring"
+        first = max(start, end - self._capacity)
+        places = np.arange(first, end) % self._capacity
+        rows = np.frombuffer(b"".join(content[first - start :]), np.uint8).reshape(
+            end - first, len(self._layers), self._heads, self._content
+        )
+        return [
+            [_Put(rank, (block, slice(None), places), kept) for rank in layer]
+            for layer, kept in zip(self._layers, rows.transpose(1, 0, 2, 3), strict=True)
+        ]
 
 
 class _State:

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from omni_connector.errors import OmniError, ProtocolError, TransportError
-from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.shapes import GroupShape, leading_group
 from omni_connector.kv.spans import BlockSpans, shares
 from omni_connector.net.status import plain
 from omni_connector.net.unix import Connection
@@ -321,7 +321,7 @@ def explained(
     unit = lcm(*(shape.block_size for shape in shapes))
     last = (len(tokens) - 1) // unit * unit  # vLLM always computes the last token, for its logits
     hashes = asked.hashes(tokens, salt)
-    of_groups = [hashes[step - 1 :: step] for step in (_step(engine, each) for each in shapes)]
+    of_groups = [_named(engine, each, hashes) for each in shapes]
     places = [asked.places(g, each) for g, each in enumerate(of_groups)]
     start = _reach(shapes, [cached for cached, _ in places], unit, 0, last)
     there = [[owner is not None for owner in owners] for _, owners in places]
@@ -410,8 +410,10 @@ def _stored(
     return stored, False
 
 
-def _step(engine: ThisEngine, shape: GroupShape) -> int:
-    return shape.block_size // engine.hash_block_size
+def _named(engine: ThisEngine, shape: GroupShape, hashes: list[bytes]) -> list[bytes]:
+    """Of these hashes of a prompt those that name blocks of a group."""
+    step = shape.block_size // engine.hash_block_size
+    return hashes[step - 1 :: step] if shape.is_cached else []
 
 
 def _reach(
@@ -486,10 +488,8 @@ def _missing(
     end, last = ends
     if end >= last:
         return None
-    # As in `Misses`: the block is one of the first group that keeps all tokens.
     shapes = asked.engine.groups
-    kinds = [shape.attention_type for shape in shapes]
-    group = kinds.index("all") if "all" in kinds else 0
+    group = leading_group(shapes)
     size = shapes[group].block_size
     block = end // size
     question = block, hashes[group][block], tokens[:size], hashes[group][0]

@@ -470,4 +470,6 @@ def _written(group: GroupShape, start: int, end: int) -> range:
     """Blocks of the tokens from `start` to `end`, which vLLM may have allocated."""
     if group.attention_type == "last":
         return group.needed(end)
-    return range(start // group.block_size, -(-end // group.block_size))
+    if not group.is_cached:
+        start = 0  # what is here of the tokens before has no blocks of this group
+    return range(start // group.block_size, group.num_blocks(end))

@@ -195,8 +195,9 @@ class HandoffSender:
         for g, group in enumerate(self._groups):
             end = send.first_blocks[g] + len(send.keys[g])
             if not ends:
-                # A recurrent state is that of the last token, so it is not ready before.
-                whole = 0 if group.attention_type == "last" else computed // group.block_size
+                # A recurrent state is that of the last token, and a ring is written all the time.
+                moves_on = group.attention_type in ("last", "ring")
+                whole = 0 if moves_on else computed // group.block_size
                 end = min(end, whole)
             filled += [(g, i) for i in range(send.copied[g], end)]
             send.copied[g] = max(send.copied[g], end)
@@ -394,7 +395,9 @@ def _spec(
 def _keys(shape: GroupShape, prompt: Prompt) -> list[SlotKey | None]:
     """The key of each block that the next token reads; None for a block without a name."""
     needed = shape.needed(prompt.num_tokens)
-    if shape.attention_type == "last" or prompt.hash_block_size != shape.block_size:
+    if shape.attention_type == "last" or not shape.is_cached:
+        return [None] * len(needed)
+    if prompt.hash_block_size != shape.block_size:
         return [None] * len(needed)
     named = prompt.num_tokens if prompt.named_tokens is None else prompt.named_tokens
     full = min(needed.stop, len(prompt.block_hashes), max(0, named) // shape.block_size)

@@ -44,7 +44,9 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         kind: the family, such as `full_attention`.
         block_size: tokens of a block.
         attention_type: which blocks the next token reads: `all`; the ones of a sliding `window`;
-            the ones of a `chunk` of local attention; or the `last`, which holds a recurrent state.
+            the ones of a `chunk` of local attention; the `last`, which holds a recurrent state; or
+            a `ring`, the one block that a request has, in which position p lies in place
+            p % block_size.
         window: tokens of the window or chunk; 0 where there is none.
         layers: digest of the layers' names.
         replicated: whether every rank holds the same bytes, as with a latent cache, which has no
@@ -53,6 +55,7 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         pages: byte order of a block, one entry a layer; see `SlotConverter`. One that ends with "?"
             is not known: such blocks are copied whole, or refused. A pipeline stage may have no
             layer of a group, and then keeps nothing of its blocks.
+        uncached: whether vLLM's prefix cache has no block of the group; left out where it has.
         states: shapes and dtypes of recurrent states, whose pages tell only how many bytes they
             have; left out where there are none. See `states_of`.
         names: the name of each page's layer, so that engines with other pipeline stages find the
@@ -61,12 +64,13 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: _Text
     block_size: _Size
-    attention_type: Literal["all", "window", "chunk", "last"]
+    attention_type: Literal["all", "window", "chunk", "last", "ring"]
     window: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
     layers: _Text
     replicated: bool = False
     attention: _Text = ""
     pages: Annotated[tuple[_Page, ...], Meta(max_length=1 << 14)]
+    uncached: Literal[True] | UnsetType = UNSET
     states: _Text | UnsetType = UNSET
     names: Annotated[tuple[_Text, ...], Meta(max_length=1 << 14)] | UnsetType = UNSET
 
@@ -76,6 +80,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.window > 0) != (self.attention_type in ("window", "chunk")):
             raise ValueError(f"a {self.attention_type} group with a window of {self.window} tokens")
+        if self.attention_type == "ring" and self.is_cached:
+            raise ValueError("a ring whose blocks are in the prefix cache")
         if 0 in self.heads:
             raise ValueError(f"a page of no heads: {self.pages[self.heads.index(0)]}")
         if self.names is UNSET:
@@ -87,13 +93,20 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"layer {twice} has two pages")
 
     @property
-    def block_table(self) -> tuple[str, int, str, int]:
+    def block_table(self) -> tuple[str, int, str, int, bool]:
         """What decides which blocks there are, and which are read: equal in all pipeline stages."""
-        return self.kind, self.block_size, self.attention_type, self.window
+        return self.kind, self.block_size, self.attention_type, self.window, self.is_cached
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether vLLM's prefix cache may have blocks of the group, by their hashes."""
+        return self.uncached is UNSET
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """KV heads of one rank, one entry a layer."""
+        """KV heads of one rank, one entry a layer; 1 of a ring, which is copied whole."""
+        if self.attention_type == "ring":
+            return (1,) * len(self.pages)
         found = (_HEADS.search(page) for page in self.pages)
         return tuple(1 if match is None else int(match[1]) for match in found)
 
@@ -110,9 +123,10 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     def needed(self, num_tokens: int, start: int = 0) -> range:
         """The blocks of the tokens from `start` to `num_tokens` that the next token still reads.
 
-        vLLM's managers keep the same blocks (`get_num_skipped_tokens`).
+        vLLM's managers keep the same blocks (`get_num_skipped_tokens`). What a prefix cache has of
+        the tokens before `start` is not read again, unless the group has nothing there.
         """
-        end = -(-num_tokens // self.block_size)
+        end = self.num_blocks(num_tokens)
         first = 0
         if self.attention_type == "window":
             first = max(0, num_tokens - self.window + 1) // self.block_size
@@ -120,12 +134,21 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
             first = num_tokens // self.window * self.window // self.block_size
         elif self.attention_type == "last":
             first = max(0, end - 1)
-        return range(max(first, start // self.block_size), end)
+        if self.is_cached:
+            first = max(first, start // self.block_size)
+        return range(first, end)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Entries of the block table of a request with so many tokens."""
+        if self.attention_type == "ring":
+            return min(1, num_tokens)
+        return -(-num_tokens // self.block_size)
 
     def needed_by_each(
         self, num_tokens: NDArray[np.int64], start: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """First block and end of what `needed` returns, for each number of tokens."""
+        """First block and end of what `needed` returns, for each number of tokens; of a group in
+        the prefix cache."""
         size, window = self.block_size, self.window
         end = -(-num_tokens // size)
         first = np.full_like(end, start // size)
@@ -136,6 +159,14 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         elif self.attention_type == "last":
             first = np.maximum(first, end - 1)
         return first, end
+
+
+def leading_group(shapes: Sequence[GroupShape]) -> int:
+    """The number of the group by whose missing blocks misses are explained: the first that keeps
+    all tokens, else the first that is cached at all."""
+    of_all = (g for g, shape in enumerate(shapes) if shape.attention_type == "all")
+    cached = (g for g, shape in enumerate(shapes) if shape.is_cached)
+    return next(of_all, next(cached, 0))
 
 
 def states_of(specs: Iterable[Any]) -> str | UnsetType:
@@ -185,11 +216,14 @@ def difference(
                 return f"{name} of group {number}", getattr(ours, name), getattr(theirs, name)
         where = f"of group {number} ({ours.kind})"
         stateful = ours.attention_type == "last"
+        if ours.attention_type == "ring" and ours.block_size != theirs.block_size:
+            # The place of a position depends on it.
+            return f"block_size {where}", ours.block_size, theirs.block_size
         if stateful and source_ranks != target_ranks:
             return f"ranks {where}, whose states are not resharded", source_ranks, target_ranks
         if ours.states != theirs.states:
             return f"states {where}", ours.states or "", theirs.states or ""
-        if stateful:
+        if stateful or ours.attention_type == "ring":
             if ours.pages != theirs.pages:
                 return f"pages {where}", _first_page(ours), _first_page(theirs)
             continue

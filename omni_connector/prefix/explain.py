@@ -163,7 +163,7 @@ class ThisEngine(msgspec.Struct, frozen=True, kw_only=True, tag="this-engine"):
     alone: bool
 
     def __post_init__(self) -> None:
-        if any(shape.block_size % self.hash_block_size for shape in self.groups):
+        if any(shape.block_size % self.hash_block_size for shape in self.groups if shape.is_cached):
             raise ValueError("the hashed blocks do not divide those of the groups")
 
 

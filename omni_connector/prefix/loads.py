@@ -79,6 +79,10 @@ class PrefixLoads:
         request_id = prompt.request.request_id
         wanted: list[Wanted] = []
         for g, shape in enumerate(self._groups.shapes):
+            if not shape.is_cached:
+                # vLLM lets prefixes end where the tokens after them read no ring.
+                wanted.append(Wanted(0, np.empty(0, np.int64), range(0), []))
+                continue
             table, read = tables[self._groups.ids[g]], shape.needed(end, start)
             if len(table) < read.stop or NULL_BLOCK_ID in table[read.start : read.stop]:
                 raise RuntimeError(f"request {request_id}: vLLM allocated no block of group {g}")

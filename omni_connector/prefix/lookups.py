@@ -96,7 +96,7 @@ def reach(groups: Sequence[tuple[GroupShape, Held]], unit: int, start: int, end:
     tokens = np.arange(end // unit * unit, start, -unit)
     held_by_all = np.ones(len(tokens), bool)
     for shape, held in groups:
-        if shape.attention_type != "all":
+        if shape.attention_type != "all" and shape.is_cached:
             held_by_all &= held.has(*shape.needed_by_each(tokens, start))
     return int(tokens[held_by_all.argmax()]) if held_by_all.any() else start
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.shapes import GroupShape, leading_group
 from omni_connector.prefix.prompts import SharedPrompt
 from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.runtime.stats import Stats
@@ -34,8 +34,7 @@ class Misses:
         evicted: Callable[[int, bytes], bool],
         stats: Stats,
     ) -> None:
-        kinds = [shape.attention_type for shape in groups]
-        self._group = kinds.index("all") if "all" in kinds else 0
+        self._group = leading_group(groups)
         self._block_size = groups[self._group].block_size
         self._unit = unit
         self._evicted = evicted

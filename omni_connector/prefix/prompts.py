@@ -35,9 +35,12 @@ class SharedGroups:
 
     @property
     def block_sizes(self) -> tuple[tuple[int, int], ...]:
-        """For each group the tokens and the hashes of a block."""
-        sizes = [shape.block_size for shape in self.shapes]
-        return tuple((size, size // self.hash_block_size) for size in sizes)
+        """For each group the tokens and the hashes of a block; no hashes where no block of the
+        group is ever found."""
+        return tuple(
+            (shape.block_size, shape.block_size // self.hash_block_size if shape.is_cached else 0)
+            for shape in self.shapes
+        )
 
     @property
     def unit(self) -> int:
@@ -97,6 +100,8 @@ class SharedPrompt:
         Blocks whose name is not known yet, for lack of the tokens after them, are left out.
         """
         block_size, step = self.block_sizes[group]
+        if not step:
+            return []
         if self.hashed_tokens is not None or self.tokens_ahead:
             known = self.request.num_tokens if self.hashed_tokens is None else self.hashed_tokens
             known = max(0, known - self.tokens_ahead) // block_size

@@ -172,6 +172,7 @@ class PrefixSaves:
                 and shape.window > _ANSWER_TOKENS + _TOGETHER * tokens_a_step + groups.tokens_ahead
             )
             for shape in groups.shapes
+            if shape.is_cached
         )
         self._together = _TOGETHER if self._lasting else 1
         # Whether filled blocks may be considered in later steps. A block is recognized then by
@@ -190,6 +191,7 @@ class PrefixSaves:
         self._ledger = ledger
         self._groups = groups.shapes
         self._group_ids = groups.ids
+        self._unit = groups.unit
         self._tokens_ahead = groups.tokens_ahead
         self._num_blocks = num_blocks
         self._max_held = max(1, num_blocks // _HELD_PART)
@@ -444,7 +446,12 @@ class PrefixSaves:
         kept_tokens = prompt.kept_tokens(computed)
         for g, shape in enumerate(self._groups):
             first = prompt.sent[g]
-            end = kept_tokens // shape.block_size
+            if not shape.is_cached:
+                parts.append((first, [], []))
+                continue
+            # vLLM names the blocks of other groups once a prefix can end behind them.
+            unit = shape.block_size if shape.attention_type == "all" else self._unit
+            end = kept_tokens // unit * unit // shape.block_size
             filled = prompt.full_hashes(g, first, end) if end > first else []
             block_ids: list[int] = []
             names = prompt.names_of(g, first, filled)
@@ -459,7 +466,7 @@ class PrefixSaves:
                     block_ids = whole_blocks(shape, block_ids, filled, finds)
                 if self._host is not None:
                     self._note(prompt, g, first, filled, names, block_ids)
-            fills_at.append((prompt.sent[g] + 1) * shape.block_size)
+            fills_at.append((prompt.sent[g] * shape.block_size // unit + 1) * unit)
             parts.append((first, names, block_ids))
         filled_at = min(fills_at)
         if kept_tokens < min(computed, filled_at):

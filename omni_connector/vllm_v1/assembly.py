@@ -82,7 +82,7 @@ from omni_connector.vllm_v1.rank_arena import ArenaPlan
 from omni_connector.vllm_v1.requests import token_hasher
 from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.scheduler_report import SchedulerReport
-from omni_connector.vllm_v1.specs import group_specs, state_refusal, transferred_groups
+from omni_connector.vllm_v1.specs import cached_block_sizes, state_refusal, transferred_groups
 from omni_connector.vllm_v1.startup import local_engines
 from omni_connector.vllm_v1.surroundings import Surroundings
 from omni_connector.vllm_v1.worker import OmniWorker
@@ -658,9 +658,9 @@ def _sharing_refusal(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig"
             f"--prefix-caching-hash-algo {cache.prefix_caching_hash_algo} hashes differently in "
             "each process; take sha256_cbor, or set PYTHONHASHSEED to the same number everywhere"
         )
-    for group in group_specs(kv_cache_config):
-        if group.block_size % hash_size:
-            return f"blocks of {group.block_size} tokens are hashed by {hash_size}"
+    for block_size in cached_block_sizes(kv_cache_config):
+        if block_size % hash_size:
+            return f"blocks of {block_size} tokens are hashed by {hash_size}"
     return None
 
 

@@ -118,6 +118,11 @@ def thinking_tokens(vllm_config: "VllmConfig") -> ThinkingTokens | None:
     return ThinkingTokens(tuple(start), tuple(end)) if start and end else None
 
 
+def caches_prefixes(spec: "KVCacheSpec") -> bool:
+    """Whether vLLM's prefix cache has blocks of a group. From 0.31 on specs say so."""
+    return bool(getattr(spec, "prefix_cacheable", True))
+
+
 def replays_prefix(spec: "KVCacheSpec") -> bool:
     """Whether vLLM computes the last window of a prefix again after it was found in a cache.
 

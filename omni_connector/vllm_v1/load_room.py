@@ -68,7 +68,7 @@ class LoadRoom:
         if self._next not in (None, request.request_id):
             return False
         # Blocks of the prompt in vLLM's own cache count as free until the request holds them.
-        held = sum(-(-local // group.block_size) for group in self._groups)
+        held = sum(group.num_blocks(local) for group in self._groups if group.is_cached)
         loaded = sum(len(group.needed(end, local)) for group in self._groups)
         free = self._pool.get_num_free_blocks() - held - loaded
         after_load, after_failure = self._needs(request, end)
@@ -109,8 +109,8 @@ class LoadRoom:
         tokens = request.num_tokens + self._drafts + self._written_ahead
         after_load = after_failure = 0
         for group, most in zip(self._groups, self._most_blocks, strict=True):
-            blocks = -(-tokens // group.block_size)
-            after_load += blocks - -(-end // group.block_size)
+            blocks = group.num_blocks(tokens)
+            after_load += blocks - group.num_blocks(end)
             after_failure += blocks if most is None else min(blocks, most)
             after_failure -= len(group.needed(end))
             if group.attention_type == "last":

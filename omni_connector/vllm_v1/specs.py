@@ -11,7 +11,12 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from omni_connector.errors import ConfigError, LayoutError
 from omni_connector.kv.canonical import GroupSpec, LayerSpec
 from omni_connector.kv.shapes import GroupShape, states_of
-from omni_connector.vllm_v1.compat import keeps_kv_on_host, replays_prefix, says_replicated
+from omni_connector.vllm_v1.compat import (
+    caches_prefixes,
+    keeps_kv_on_host,
+    replays_prefix,
+    says_replicated,
+)
 from omni_connector.vllm_v1.drafter import require_supported_drafter
 
 if TYPE_CHECKING:
@@ -31,6 +36,7 @@ _KINDS = {
     "FullAttentionSpec": "full_attention",
     "ChunkedLocalAttentionSpec": "chunked_local_attention",
     "SlidingWindowSpec": "sliding_window",
+    "CircularBufferSpec": "circular_buffer",
     "CrossAttentionSpec": "cross_attention",
     "EncoderOnlyAttentionSpec": _ENCODER_ONLY,
     "MambaSpec": "mamba",
@@ -39,6 +45,7 @@ _KINDS = {
 _SUPPORTED_KINDS: Final = frozenset(
     {
         "chunked_local_attention",
+        "circular_buffer",
         "full_attention",
         "mamba",
         "mla_attention",
@@ -92,10 +99,16 @@ def require_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig
         )
     require_supported_engine(vllm_config)
     for group_id, transferred in transferred_groups(kv_cache_config).items():
+        where = _example(group_id, transferred)
         if replays_prefix(transferred.kv_cache_spec):
             raise LayoutError(
-                f"vLLM computes the last window of {_example(group_id, transferred)} again after "
-                f"a prefix hit, which OmniKVConnector does not support"
+                f"vLLM computes the last window of {where} again after a prefix hit, which "
+                f"OmniKVConnector does not support; set --no-swa-bounded-replay"
+            )
+        if not caches_prefixes(transferred.kv_cache_spec) and _retention(transferred)[0] != "ring":
+            raise LayoutError(
+                f"vLLM's prefix cache leaves out {where}, and what a prefix hit means there is not "
+                f"known to OmniKVConnector"
             )
 
 
@@ -185,6 +198,7 @@ def group_shapes(
                 replicated=all(_is_replicated(spec_of(group, name)) for name in names),
                 attention=kernels,
                 pages=tuple(pages),
+                uncached=UNSET if caches_prefixes(group.kv_cache_spec) else True,
                 states=states_of(spec for spec in _all_specs(group) if _kind(spec) == "mamba"),
                 # Fewer pages than names: some are several names for the same bytes.
                 names=tuple(names) if len(names) == len(pages) else UNSET,
@@ -198,6 +212,15 @@ def attends_to_all(kv_cache_config: "KVCacheConfig") -> bool:
     return all(
         _retention(group)[0] == "all" for group in transferred_groups(kv_cache_config).values()
     )
+
+
+def cached_block_sizes(kv_cache_config: "KVCacheConfig") -> list[int]:
+    """Tokens of a block of each group that vLLM's prefix cache has."""
+    return [
+        group.kv_cache_spec.block_size
+        for group in transferred_groups(kv_cache_config).values()
+        if caches_prefixes(group.kv_cache_spec)
+    ]
 
 
 def state_refusal(kv_cache_config: "KVCacheConfig") -> str | None:
@@ -250,11 +273,16 @@ def _group_kind(group: "KVCacheGroupSpec") -> str:
 
 def _is_replicated(spec: "KVCacheSpec") -> bool:
     """Whether every rank keeps the same bytes of a layer."""
-    return says_replicated(spec) or "mla" in _kind(spec)
+    # Rings hold what an indexer or a compressor has not compressed yet, which no rank shares out.
+    return says_replicated(spec) or "mla" in _kind(spec) or _kind(spec) == "circular_buffer"
 
 
-def _retention(group: "KVCacheGroupSpec") -> tuple[Literal["all", "window", "chunk", "last"], int]:
+def _retention(
+    group: "KVCacheGroupSpec",
+) -> tuple[Literal["all", "window", "chunk", "last", "ring"], int]:
     kinds = {_kind(spec) for spec in _all_specs(group)}
+    if kinds == {"circular_buffer"}:
+        return "ring", 0
     if kinds == {"mamba"}:
         return "last", 0
     if kinds == {"chunked_local_attention"}:

@@ -24,6 +24,14 @@ LATENT: dict[str, Any] = {
     "replicated": True,
     "pages": ("N16.C1152", "N16.C1152"),
 }
+RING: dict[str, Any] = {
+    "kind": "circular_buffer",
+    "attention_type": "ring",
+    "block_size": 8,
+    "replicated": True,
+    "pages": ("H2.N8.C256?", "H2.N8.C256?"),
+    "uncached": True,
+}
 # As of an indexer, whose scales lie behind all tokens.
 SCALED: dict[str, Any] = LATENT | {"pages": ("N16.C132?",)}
 # As of NVFP4, which has a head for the keys and one for the values of each KV head.
@@ -57,6 +65,9 @@ def differs(
         (group_shape(**SCALED), group_shape(**SCALED), (2, 4)),
         (of_block(16, order=UNKNOWN), of_block(16, order=UNKNOWN), (2, 2)),
         (group_shape(**STATE), group_shape(**STATE, block_size=640), (2, 2)),
+        (group_shape(**RING), group_shape(**RING), (1, 1)),
+        (group_shape(**RING), group_shape(**RING), (1, 4)),
+        (group_shape(**RING), group_shape(**RING), (4, 2)),
     ],
 )
 def test_peers_that_can_read(ours: GroupShape, theirs: GroupShape, ranks: tuple[int, int]) -> None:
@@ -109,6 +120,18 @@ def test_peers_that_can_read(ours: GroupShape, theirs: GroupShape, ranks: tuple[
             "states of group 0 (mamba)",
         ),
         (group_shape(**STATE), group_shape(**STATE | {"pages": ("C99", "C98")}), (1, 1), "pages"),
+        (
+            group_shape(**RING),
+            group_shape(**RING | {"block_size": 16, "pages": ("H2.N16.C256?",) * 2}),
+            (1, 1),
+            "block_size of group 0 (circular_buffer)",
+        ),
+        (
+            group_shape(**RING),
+            group_shape(**RING | {"pages": ("N8.H2.C256",) * 2}),
+            (1, 1),
+            "pages of group 0 (circular_buffer)",
+        ),
     ],
 )
 def test_peers_that_cannot_read_are_told_what_differs(
@@ -154,16 +177,21 @@ def test_states_are_the_same_bytes_in_blocks_of_any_size() -> None:
 
 @given(
     attention_type=st.sampled_from(["all", "window", "chunk", "last"]),
+    cached=st.booleans(),
+    begins=st.integers(0, 200),
     block_size=st.integers(1, 20),
     span=st.integers(1, 60),
     num_tokens=st.integers(1, 200),
 )
 def test_needed_blocks_are_those_of_the_tokens_that_the_next_one_reads(
-    attention_type: Any, block_size: int, span: int, num_tokens: int
+    attention_type: Any, cached: bool, begins: int, block_size: int, span: int, num_tokens: int
 ) -> None:
     bounded = attention_type in ("window", "chunk")
     group = group_shape(
-        block_size=block_size, attention_type=attention_type, window=span if bounded else 0
+        block_size=block_size,
+        attention_type=attention_type,
+        window=span if bounded else 0,
+        uncached=msgspec.UNSET if cached else True,
     )
     needed = group.needed(num_tokens)
     assert needed.stop == -(-num_tokens // block_size)
@@ -176,6 +204,10 @@ def test_needed_blocks_are_those_of_the_tokens_that_the_next_one_reads(
     assert {token // block_size for token in read} <= set(needed)
     # and at most the block that the first of them lies in more than that
     assert len(needed) <= len({token // block_size for token in read}) + (attention_type != "all")
+    # Of what a prefix cache has, none is read again.
+    start = min(begins, num_tokens)
+    beyond = {each for each in needed if not cached or each >= start // block_size}
+    assert set(group.needed(num_tokens, start)) == beyond
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,12 @@ _WITH_DRAFTER: Final = {
     "window and full": "window, full and drafter",
 }
 
+_WITH_RING: Final = {
+    "full": "ring and full",
+    "latent": "ring and latent",
+    "window": "ring and full",
+}
+
 _CHUNKED: Final = {"window": "chunk", "window and full": "chunk and full"}
 
 
@@ -343,6 +349,20 @@ def _kinds(plan: Plan, draw: random.Random) -> Plan:
     return _drafts(plan, draw)
 
 
+def _rings(plan: Plan, draw: random.Random) -> Plan:
+    """Models keep the latest tokens of a request in a ring; some engines draft."""
+    family = _WITH_RING.get(plan.engines[0].family, "all and a ring")
+    engines = []
+    for each in plan.engines:
+        # A page must hold a rank's state.
+        size = max(8, each.block_size) if has_states(family) else each.block_size
+        blocks = blocks_of(family, size, each.blocks // groups_of(each.family))
+        engines.append(replace(each, family=family, block_size=size, blocks=blocks))
+    plan = replace(plan, engines=tuple(engines))
+    # The model of hints takes each group for one whose blocks are kept.
+    return _drafts(_unhinted(plan), draw) if draw.random() < 0.5 else _unhinted(plan)
+
+
 def _beside(plan: Plan, draw: random.Random) -> Plan:
     """Another connector stands beside ours, and loads what we never hear of."""
     if has_states(plan.engines[0].family):  # it restores positions
@@ -410,6 +430,7 @@ FEATURES: Final[tuple[Callable[[Plan, random.Random], Plan], ...]] = (
     _sessions,
     _drafts,
     _kinds,
+    _rings,
     _beside,
 )
 

@@ -329,6 +329,8 @@ def _up_to(
 ) -> Iterable[tuple[int, list[bytes]]]:
     """The group and keys of a request's blocks before these ends that have not passed yet."""
     for g, (end, (_, step)) in enumerate(zip(ends, inspection.block_sizes(half), strict=True)):
+        if not step:  # no block of this group is kept
+            continue
         first = passed[request.request_id, g]
         last = min(end, len(request.block_hashes) // step)
         if last > first:

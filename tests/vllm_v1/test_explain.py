@@ -80,7 +80,7 @@ def test_a_prefix_in_the_arena_of_another_engine(sharer, family, ranks):  # noqa
     assert agree(second, PREFIX).sources["own"] == 0
     assert agree(second, QUESTION).sources["own"] == 6 * BLOCK
     assert agree(first, QUESTION).sources["host"] == 6 * BLOCK
-    assert agree(first, QUESTION + prompt(2 * BLOCK, seed=7)).missing.tokens == 2 * BLOCK
+    assert agree(first, QUESTION + prompt(3 * BLOCK, seed=7)).missing.tokens == 3 * BLOCK
 
 
 def test_an_explanation_of_another_prompt_is_noticed_by_these_tests(sharer, monkeypatch):  # noqa: F811

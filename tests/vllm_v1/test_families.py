@@ -7,7 +7,17 @@ import pytest
 from vllm.v1.request import FinishReason
 
 from tests import inspection
-from tests.toy import BLOCK, CHUNK, FAMILIES, LAYERS, PAGE, STATE_BYTES, WINDOW
+from tests.toy import (
+    BLOCK,
+    CHUNK,
+    FAMILIES,
+    LAYERS,
+    PAGE,
+    RING,
+    RING_BYTES,
+    STATE_BYTES,
+    WINDOW,
+)
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, run
 
@@ -82,6 +92,7 @@ def test_only_what_the_next_token_reads_is_moved(engine, family):
             "state": STATE_BYTES,
             "latent": -(-end // BLOCK) * PAGE,
             "chunk": (-(-end // BLOCK) - end // CHUNK * CHUNK // BLOCK) * PAGE,
+            "ring": RING * RING_BYTES,
         }
         assert sizes["window"] <= (-(-WINDOW // BLOCK) + 1) * PAGE
         expected += LAYERS * sum(sizes[kind] for kind in FAMILIES[family])

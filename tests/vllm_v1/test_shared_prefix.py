@@ -20,7 +20,16 @@ from .stores import PREFIX, QUESTION, SwitchedShelf, landed, publish
 
 pytestmark = pytest.mark.vllm
 
-FAMILIES = ["full", "window", "window and full", "latent", "state and full", "all three"]
+FAMILIES = [
+    "full",
+    "window",
+    "window and full",
+    "latent",
+    "state and full",
+    "all three",
+    "ring and full",
+    "all and a ring",
+]
 
 
 def blocks(shelf: SwitchedShelf, group: int = 0, rank: int = 0) -> int:

@@ -86,6 +86,7 @@ def config(*groups, own=None):
             1024,
             1024,
         ),
+        (CircularBufferSpec(**SHAPE, page_size_padded=4096), "circular_buffer", 1024, 4096),
         (CrossAttentionSpec(**SHAPE), "cross_attention", 1024, 1024),
         (
             MambaSpec(
@@ -226,7 +227,6 @@ class QuantizedFullAttentionSpec(FullAttentionSpec):
     ("spec", "name"),
     [
         (NovelSpec(block_size=16), "NovelSpec"),
-        (CircularBufferSpec(**SHAPE), "CircularBufferSpec"),
         (HiSparseResidentSpec(block_size=16, page_size=64), "HiSparseResidentSpec"),
     ],
 )

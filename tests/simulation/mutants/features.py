@@ -25,6 +25,47 @@ FEATURES: Final = (
         ),
     ),
     mutant(
+        "a ring is copied while it is written",
+        "the block of a ring is copied with the step that fills the first block of the prompt",
+        (
+            "omni_connector.handoff.sender",
+            'group.attention_type in ("last", "ring")',
+            'group.attention_type == "last"',
+        ),
+    ),
+    mutant(
+        "a ring is loaded with the first token alone",
+        "vLLM's own prefix cache has the beginning of a prompt, and the ring is not loaded",
+        (
+            "omni_connector.kv.shapes",
+            "        if self.is_cached:\n            first = max(first, start",
+            "        if True:\n            first = max(first, start",
+        ),
+        (
+            "omni_connector.handoff.receiver",
+            "    if not group.is_cached:\n        start = 0",
+            "    if False:\n        start = 0",
+        ),
+    ),
+    mutant(
+        "prefixes end within a ring",
+        "a shared prefix ends between tokens that are compressed together",
+        (
+            "omni_connector.prefix.prompts",
+            "math.lcm(*(shape.block_size for shape in self.shapes))",
+            "math.lcm(*(shape.block_size for shape in self.shapes if shape.is_cached))",
+        ),
+    ),
+    mutant(
+        "a ring takes a block for each block of tokens",
+        "loads wait for blocks that vLLM never asks for",
+        (
+            "omni_connector.kv.shapes",
+            '        if self.attention_type == "ring":\n            return min(1, num_tokens)\n',
+            "",
+        ),
+    ),
+    mutant(
         "room for loads is kept for who is over",
         "an aborted request whose KV was loaded reserves its blocks for ever",
         (

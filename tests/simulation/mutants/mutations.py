@@ -56,7 +56,7 @@ OWN: Final = (
         "a recurrent state is saved before its last token",
         (
             "omni_connector.handoff.sender",
-            'whole = 0 if group.attention_type == "last" else',
+            "whole = 0 if moves_on else",
             'whole = end if group.attention_type == "last" else',
         ),
     ),

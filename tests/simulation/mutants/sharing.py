@@ -205,8 +205,8 @@ SHARING: Final = (
         "the block that a step begins to fill is listed with those that it fills",
         (
             "omni_connector.prefix.saves",
-            "            end = kept_tokens // shape.block_size\n",
-            "            end = -(-kept_tokens // shape.block_size)\n",
+            "            end = kept_tokens // unit * unit // shape.block_size\n",
+            "            end = -(-kept_tokens // unit) * unit // shape.block_size\n",
         ),
     ),
     mutant(
@@ -214,8 +214,8 @@ SHARING: Final = (
         "the tokens before a gap are offered with those after it, which are not there",
         (
             "omni_connector.prefix.lookups",
-            '        if shape.attention_type != "all":\n            held_by_all',
-            '        if shape.attention_type == "none":\n            held_by_all',
+            '        if shape.attention_type != "all" and shape.is_cached:\n',
+            '        if shape.attention_type == "none":\n',
         ),
     ),
     mutant(
