@@ -29,17 +29,22 @@ it are compared with the answers of a decode engine that computes the prompt its
 TAIL = """
 ## Engines that differ
 
-Engines that differ in block size, tensor-parallel size or cache layout read each other's KV if the
-connector knows how their attention kernels fill a page: FlashAttention, FlashInfer, Triton, MLA
-and the kernels on x86 CPUs. With other kernels the engines must be alike in these; else they refuse
-each other, and the error names what differs.
+Engines that differ in block size, tensor-parallel size, cache layout or attention kernels read each
+other's KV if the connector knows how the kernels of both fill a page, and if these keep the same of
+a token, in numbers of the same type: keys and values (FlashAttention, FlashInfer, Triton, Flex
+attention and their kin on GPUs; on x86 CPUs those with and without tiles of AMX), or the latents of
+MLA. With other kernels, and with quantized KV if the kernels differ, the engines must be alike in
+these; else they refuse each other, and the error names what differs. So do a GPU and a CPU.
+Prefixes are shared by engines with the same kernels.
 
-| | between like engines | between engines that differ |
+| | between like engines | where block size, tensor-parallel size or layout differ |
 | --- | --- | --- |
 | FP8 KV, or scales for each token and head | yes | yes |
 | NVFP4 KV: scales lie behind all tokens of a block | yes (*) | no |
 | sparse MLA with an indexer (DeepSeek V3.2) | yes | in tensor-parallel size only |
 | other kernels of ROCm, and of other packages | yes | no |
+
+In the last column the kernels are the same on both sides.
 
 (*) FlashInfer writes NVFP4 in two ways, by the GPU: `fa2` and `trtllm`; they refuse each other.
 On CPUs, `make test` checks the layouts of this table, but not the kernels that need a GPU.
@@ -58,6 +63,13 @@ so set the same on both sides |
 | shared prefixes | without the buffers: prefixes end where the next token does not read them |
 | DeepSeek-V4.1 with bounded replay | refuses to start, as vLLM computes the last window of \
 a prefix again; set `--no-swa-bounded-replay` |
+
+## Context parallel
+
+Engines with `--decode-context-parallel-size` or `--prefill-context-parallel-size` above 1 are
+refused at the start, by name. There the tokens of one block are spread over the ranks, so that a
+rank's slot holds every n-th token, or a part of the prompt; the connector knows no such slots, and
+nothing that runs on a CPU shows which bytes the kernels leave out.
 
 ## Pipeline parallel
 

@@ -143,11 +143,12 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         return {name: "" if value is UNSET else value for name, value in fields.items()}
 
     def of_sharing(self) -> "CompatibilityKey":
-        """The same without names of layers, whose digests say as much, without a name of the model
-        that says less than the weights do, and without stripes; equal for all that share."""
+        """The same without names of layers and what kernels keep, as digests and kernels say as
+        much, without a name of the model that says less than the weights do, and without stripes;
+        equal for all that share."""
         model = "" if self.weights else self.model
         first, *later = (
-            tuple(msgspec.structs.replace(group, names=UNSET) for group in stage)
+            tuple(msgspec.structs.replace(group, names=UNSET, kept=UNSET) for group in stage)
             for stage in self.stages
         )
         return msgspec.structs.replace(

@@ -15,33 +15,37 @@ UNKNOWN: Final = "?"
 
 CPU: Final = "CPU_ATTN"
 
-# By vLLM's sources. Not among them: sparse MLA and its indexers, whose scales may lie behind all
-# tokens; NVFP4, whose scales do; ROCM_ATTN, which keeps pieces of 16 bytes of all tokens together.
-_ROWS: Final = frozenset(
-    {
+# By vLLM's sources, the kernels that keep rows, by what they keep of a token: keys and values of
+# each head, of one size or of two, or the latent of MLA. Not among them: sparse MLA and its
+# indexers, whose scales may lie behind all tokens; NVFP4, whose scales do; ROCM_ATTN, which keeps
+# pieces of 16 bytes of all tokens together.
+_KEPT: Final = {
+    "keys and values": (
+        "FLASHINFER",
+        "FLASH_ATTN",
+        "FLEX_ATTENTION",
+        "HPC_ATTN",
+        "ROCM_AITER_UNIFIED_ATTN",
+        "TRITON_ATTN",
+        "TRITON_FLASHINFER",
+        "TRITON_FLASH_ATTN",
+    ),
+    "keys and shorter values": ("FLASH_ATTN_DIFFKV", "TRITON_ATTN_DIFFKV"),
+    "latent": (
         "AITER_TRITON_MLA",
         "AMX_MLA",
         "CPU_MLA",
         "CUTLASS_MLA",
-        "FLASHINFER",
         "FLASHINFER_MLA",
         "FLASHMLA",
-        "FLASH_ATTN",
-        "FLASH_ATTN_DIFFKV",
         "FLASH_ATTN_MLA",
-        "FLEX_ATTENTION",
-        "HPC_ATTN",
         "ROCM_AITER_MLA",
-        "ROCM_AITER_UNIFIED_ATTN",
         "TOKENSPEED_MLA",
-        "TRITON_ATTN",
-        "TRITON_ATTN_DIFFKV",
-        "TRITON_FLASHINFER",
-        "TRITON_FLASH_ATTN",
         "TRITON_MLA",
-        "TURBOQUANT",
-    }
-)
+    ),
+    "TurboQuant": ("TURBOQUANT",),
+}
+_ROWS: Final = {kernel: kept for kept, kernels in _KEPT.items() for kernel in kernels}
 _PAGE: Final = re.compile(r"(?:H(?P<heads>\d+)\.)?N(?P<tokens>\d+)\.C(?P<content>\d+)")
 
 
@@ -59,6 +63,19 @@ def kernel_order(view: str, kernel: str, *, item: int, own_heads: bool) -> str:
     if family == CPU:
         return _cpu_order(view, isa, item)
     return view if own_heads and kernel in _ROWS else view + UNKNOWN
+
+
+def kept_by(kernel: str) -> str | None:
+    """What a kernel keeps of a token, in whatever order; None where that is not known.
+
+    Kernels that keep the same read each other's pages, if the orders of these are known, and the
+    numbers are of the same type.
+
+    Args:
+        kernel: as for `kernel_order`.
+    """
+    family = kernel.partition(".")[0]
+    return "keys and values" if family == CPU else _ROWS.get(kernel)
 
 
 def _cpu_order(view: str, isa: str, item: int) -> str:

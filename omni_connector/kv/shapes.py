@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from omni_connector.errors import LayoutError
 from omni_connector.kv.convert import SlotConverter
 from omni_connector.kv.heads import head_sources
+from omni_connector.kv.page_orders import UNKNOWN
 
 _Text = Annotated[str, Meta(max_length=1024)]
 _Page = Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -52,6 +53,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         replicated: whether every rank holds the same bytes, as with a latent cache, which has no
             heads to share out.
         attention: the kernels that read and write the pages.
+        kept: what these keep of a token, and in which type of numbers; left out where only like
+            kernels may read it. See `page_orders.kept_by`.
         pages: byte order of a block, one entry a layer; see `SlotConverter`. One that ends with "?"
             is not known: such blocks are copied whole, or refused. A pipeline stage may have no
             layer of a group, and then keeps nothing of its blocks.
@@ -69,6 +72,7 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     layers: _Text
     replicated: bool = False
     attention: _Text = ""
+    kept: _Text | UnsetType = UNSET
     pages: Annotated[tuple[_Page, ...], Meta(max_length=1 << 14)]
     uncached: Literal[True] | UnsetType = UNSET
     states: _Text | UnsetType = UNSET
@@ -212,6 +216,8 @@ def difference(
         return "groups", _kinds(source), _kinds(target)
     for number, (ours, theirs) in enumerate(zip(source, target, strict=True)):
         for name in ("kind", "attention_type", "window", "layers", "replicated", "attention"):
+            if name == "attention" and _keep_the_same(ours, theirs):
+                continue
             if getattr(ours, name) != getattr(theirs, name):
                 return f"{name} of group {number}", getattr(ours, name), getattr(theirs, name)
         where = f"of group {number} ({ours.kind})"
@@ -247,6 +253,12 @@ def difference(
         except LayoutError as error:
             return f"pages {where} ({error})", _first_page(ours), _first_page(theirs)
     return None
+
+
+def _keep_the_same(one: GroupShape, other: GroupShape) -> bool:
+    """Whether kernels keep the same of a token, however they order a page, and both say how."""
+    unknown = any(page.endswith(UNKNOWN) for page in (*one.pages, *other.pages))
+    return one.kept == other.kept and one.kept is not UNSET and not unknown
 
 
 def converter(

@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
-from omni_connector.kv.page_orders import CPU, UNKNOWN, kernel_order
+from omni_connector.kv.page_orders import CPU, UNKNOWN, kept_by, kernel_order
 from omni_connector.vllm_v1.compat import has_amx_fp8, interleaves_values
 from omni_connector.vllm_v1.specs import own_layers, spec_of, transferred_groups
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+_PLAIN: Final = (torch.bfloat16, torch.float16, torch.float32)
 _SCALES: Final = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
 
 
@@ -36,6 +37,31 @@ def attention_of(kv_cache_config: "KVCacheConfig", layers: Mapping[str, Any]) ->
         )
         for group in transferred_groups(kv_cache_config).values()
     )
+
+
+def kept_of(kv_cache_config: "KVCacheConfig", layers: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the kernels of each transferred group keep of a token, as in `keys and values,
+    bfloat16`; "" where only like kernels may read it.
+
+    Quantized numbers are among these: what they stand for may depend on the platform.
+
+    Args:
+        layers: the model's layers by name.
+    """
+    found = []
+    for group in transferred_groups(kv_cache_config).values():
+        names = own_layers(kv_cache_config, group)
+        kept = {_kept(spec_of(group, name), layers.get(name)) for name in names}
+        found.append(kept.pop() if len(kept) == 1 else "")
+    return tuple(found)
+
+
+def _kept(spec: "KVCacheSpec", layer: Any) -> str:
+    if layer is None or not isinstance(spec, AttentionSpec):
+        return ""
+    kept = kept_by(_kernel(layer))
+    plain = spec.dtype in _PLAIN and spec.kv_quant_mode == KVQuantMode.NONE
+    return f"{kept}, {str(spec.dtype).removeprefix('torch.')}" if kept and plain else ""
 
 
 def kernel_orders(

@@ -176,16 +176,19 @@ def group_shapes(
     kv_cache_config: "KVCacheConfig",
     page_orders: Sequence[Sequence[str]],
     attention: Sequence[str],
+    kept: Sequence[str] = (),
 ) -> tuple[GroupShape, ...]:
     """The transferred groups in the terms that peers compare.
 
     Args:
         page_orders: byte orders of the pages, by group.
         attention: attention backends, by group.
+        kept: what these keep of a token; see `kernels.kept_of`.
     """
     groups = transferred_groups(kv_cache_config).values()
     shapes = []
-    for group, pages, kernels in zip(groups, page_orders, attention, strict=True):
+    kept = kept or [""] * len(attention)
+    for group, pages, kernels, each in zip(groups, page_orders, attention, kept, strict=True):
         names = own_layers(kv_cache_config, group)
         attention_type, window = _retention(group)
         shapes.append(
@@ -197,6 +200,7 @@ def group_shapes(
                 layers=hashlib.sha256("\0".join(names).encode()).hexdigest()[:16],
                 replicated=all(_is_replicated(spec_of(group, name)) for name in names),
                 attention=kernels,
+                kept=each or UNSET,
                 pages=tuple(pages),
                 uncached=UNSET if caches_prefixes(group.kv_cache_spec) else True,
                 states=states_of(spec for spec in _all_specs(group) if _kind(spec) == "mamba"),

@@ -50,7 +50,7 @@ from omni_connector.runtime.shared_work import Helpers
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.transports.choice import Transports
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads
-from omni_connector.vllm_v1.kernels import attention_of, kernel_orders, scales_id
+from omni_connector.vllm_v1.kernels import attention_of, kept_of, kernel_orders, scales_id
 from omni_connector.vllm_v1.metadata import (
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
@@ -262,7 +262,8 @@ class OmniWorker:
         orders = kernel_orders(self._kv_cache_config, self._layers, canonical.page_orders)
         attention = attention_of(self._kv_cache_config, self._layers)
         scales = scales_id(self._kv_cache_config, self._layers)
-        groups = group_shapes(self._kv_cache_config, orders, attention)
+        kept = kept_of(self._kv_cache_config, self._layers)
+        groups = group_shapes(self._kv_cache_config, orders, attention, kept)
         saves, loads = self._threads.saves, self._threads.loads
         bodies: _Bodies = {}
         arena: RankArena | None = None

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -38,7 +39,7 @@ from omni_connector.kv.shapes import (  # noqa: E402
     same_bytes,
 )
 from omni_connector.vllm_v1 import kernels  # noqa: E402
-from omni_connector.vllm_v1.kernels import attention_of, kernel_orders  # noqa: E402
+from omni_connector.vllm_v1.kernels import attention_of, kept_of, kernel_orders  # noqa: E402
 from omni_connector.vllm_v1.specs import group_shapes  # noqa: E402
 
 KV_HEADS = 4
@@ -70,7 +71,10 @@ def shapes(
         sizes = dict(zip("BHNC", compute_layer_kv_cache_shape_bytes(spec, 1), strict=True))
         views.append(".".join(f"{dim}{sizes[dim]}" for dim in dims if sizes[dim] > 1))
     return group_shapes(
-        config, kernel_orders(config, layers, [views]), attention_of(config, layers)
+        config,
+        kernel_orders(config, layers, [views]),
+        attention_of(config, layers),
+        kept_of(config, layers),
     )
 
 
@@ -177,6 +181,100 @@ def test_engines_refuse_each_other_where_one_interleaves_values() -> None:
         "ROCM_ATTN",
         "ROCM_ATTN.interleaved",
     )
+
+
+FULL = FullAttentionSpec(
+    block_size=32, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16
+)
+LATENT = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+
+
+def page_of(kernel: Any, tokens: int, dims: str) -> tuple[GroupShape, np.ndarray]:
+    """A group of one layer, and a page of it in which each number tells its head, token, and place
+    in the token, as a converter from plain rows writes it."""
+    (shape,) = shapes({"a": kernel}, {"a": replace(FULL, block_size=tokens)}, dims)
+    halves = "|" in shape.pages[0]
+    row = f"N{tokens}.C{2 * HEAD_SIZE}"
+    rows = f"H{KV_HEADS}.({row}|{row})" if halves else f"H{KV_HEADS}.N{tokens}.C{4 * HEAD_SIZE}"
+    numbers = np.arange(KV_HEADS * tokens * 2 * HEAD_SIZE, dtype=np.uint16)
+    numbers = numbers.reshape(KV_HEADS, tokens, 2, HEAD_SIZE)
+    if halves:
+        numbers = numbers.swapaxes(1, 2)
+    plain = np.ascontiguousarray(numbers).view(np.uint8).ravel()
+    made = np.zeros_like(plain)
+    convert = SlotConverter([rows], shape.pages, source_block_size=tokens, target_block_size=tokens)
+    convert.copy(plain, 0, made, 0, [HeadSlice(0, 0, KV_HEADS)], end_token=tokens)
+    return shape, made
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ((layer("FLASH_ATTN"), "HNC"), (layer("FLASHINFER"), "NHC")),
+        ((layer("TRITON_ATTN"), "NHC"), (layer("FLASH_ATTN"), "NHC")),
+        ((layer("CPU_ATTN", isa="vec"), "HNC"), (layer("CPU_ATTN", isa="amx"), "HNC")),
+        ((layer("CPU_ATTN", isa="amx"), "HNC"), (layer("CPU_ATTN", isa="vec16"), "HNC")),
+    ],
+    ids=["layout", "same-bytes", "to-tiles", "from-tiles"],
+)
+def test_pages_of_other_kernels_are_made_ours(ours: Any, theirs: Any) -> None:
+    source, page = page_of(ours[0], 32, ours[1])
+    target, expected = page_of(theirs[0], 32, theirs[1])
+    assert source.attention != target.attention
+    assert difference((source,), 1, (target,), 1, KV_HEADS) is None
+    made = np.zeros_like(page)
+    convert = converter(source, target, like_ranks=True)
+    convert.copy(page, 0, made, 0, [HeadSlice(0, 0, KV_HEADS)], end_token=32)
+    assert (made == expected).all()
+    assert same_bytes(source, target) == (page == expected).all()
+
+
+def test_latents_are_read_by_other_kernels_for_latents_only() -> None:
+    one, other, full = (
+        shapes({"a": layer(name)}, {"a": spec})
+        for name, spec in (("FLASHMLA", LATENT), ("TRITON_MLA", LATENT), ("FLASH_ATTN", FULL))
+    )
+    assert difference(one, 2, other, 1, 1) is None
+    assert difference(one, 1, full, 1, 1) is not None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "spec"),
+    [
+        (layer("ROCM_ATTN"), FULL),
+        (layer("OF_ANOTHER_PACKAGE"), FULL),
+        (layer("CPU_ATTN", isa="neon"), FULL),
+        (layer("FLASHINFER"), replace(FULL, dtype=torch.uint8)),
+        (layer("TRITON_ATTN"), replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD)),
+    ],
+    ids=["pieces", "unknown", "unknown-instructions", "fp8", "scales-of-tokens"],
+)
+def test_kernels_that_differ_refuse_each_other_where_a_page_is_not_known(
+    kernel: Any, spec: FullAttentionSpec
+) -> None:
+    ours = shapes({"a": kernel}, {"a": spec})
+    theirs = shapes({"a": layer("FLASH_ATTN")}, {"a": spec})
+    found = difference(ours, 1, theirs, 1, KV_HEADS)
+    assert found == ("attention of group 0", ours[0].attention, "FLASH_ATTN")
+    assert difference(ours, 1, ours, 1, KV_HEADS) is None
+
+
+def test_pages_of_a_cpu_and_of_a_gpu_are_refused_by_their_orders() -> None:
+    ours = shapes({"a": layer("CPU_ATTN", isa="vec")}, {"a": FULL})
+    theirs = shapes({"a": layer("FLASH_ATTN")}, {"a": FULL})
+    found = difference(ours, 1, theirs, 1, KV_HEADS)
+    assert found is not None
+    assert found[0].startswith("pages of group 0 (full_attention)")
+
+
+def test_an_engine_that_does_not_say_what_it_keeps_is_read_by_like_engines_only() -> None:
+    """As engines of the last release."""
+    ours, theirs = (
+        shapes({"a": layer(name)}, {"a": FULL}) for name in ("FLASH_ATTN", "FLASHINFER")
+    )
+    older = tuple(msgspec.structs.replace(group, kept=msgspec.UNSET) for group in ours)
+    assert difference(older, 1, theirs, 1, KV_HEADS) is not None
+    assert difference(older, 1, ours, 1, KV_HEADS) is None
 
 
 def sparse(block_size: int) -> tuple[GroupShape, ...]:
