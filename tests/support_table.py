@@ -94,7 +94,7 @@ takes as many bytes of arenas at TP 8 as at TP 1, and is saved once. Stores keep
 | --- | --- |
 | MLA, also with an indexer (DeepSeek V2 to V3.2) | one; \
 with pipeline stages, each stage keeps its layers once |
-| the ranks of a pipeline stage are on several hosts | one a rank: a \
+| the ranks of a pipeline stage are on several hosts, or Ray places them | one a rank: a \
 rank could not read the arenas of the others |
 | MLA beside groups that ranks divide (Kimi Linear: states) | one a rank of the latents |
 | fewer KV heads than ranks (GQA) | as many as ranks hold each head |

@@ -160,6 +160,10 @@ def num_local_workers(vllm_config: "VllmConfig") -> int:
 
 
 def num_near_ranks(vllm_config: "VllmConfig") -> int:
-    """Tensor-parallel ranks, if those of a pipeline stage are all on one host; else 1."""
-    ranks = vllm_config.parallel_config.tensor_parallel_size
+    """Tensor-parallel ranks, if those of a pipeline stage are known to be on one host; else 1."""
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    # Other executors, such as Ray's, place workers on whatever hosts they have.
+    if parallel.distributed_executor_backend not in ("mp", "uni"):
+        return 1
     return 1 if num_local_workers(vllm_config) % ranks else ranks

@@ -8,14 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_connector.arena import available as memory
+from omni_connector.arena import size as arena_size_module
 from omni_connector.arena.available import available_bytes
 from omni_connector.arena.size import (
     GIB,
     LARGEST_PART,
     ORDINARY_PART,
     USEFUL_CACHES,
+    ArenaSizing,
     arena_size,
 )
+
+from ..kv.shapes import group_shape
 
 TIB = 1 << 40
 
@@ -72,6 +76,27 @@ def test_a_prompt_of_26k_tokens_of_a_70b_model_fits() -> None:
     assert why.startswith("one prompt of the longest")
     assert sized(20, 40) == (5.0, "1/4 of the 20.0 GiB of memory available")
     assert sized(800, 40, 8)[0] == 10.0
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_stripes_hold_together_what_the_arena_of_one_rank_holds(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """8 GiB of which all arenas take a tenth; then so much that 2 KV caches are the limit; then so
+    little that the longest prompt needs more than a tenth."""
+    groups = (group_shape(block_size=16),)
+    slot_bytes = 1 << 20
+    for free in (8 * GIB, TIB, 2 * GIB):
+        monkeypatch.setattr(arena_size_module, "unclaimed_bytes", lambda _, free=free: free)
+        one, striped = (
+            ArenaSizing(None, cache_blocks=800, max_tokens=16 * 400, sharers=each).size(
+                slot_bytes, groups, each
+            )
+            for each in (1, ranks)
+        )
+        assert one.slots - ranks < striped.slots * ranks < one.slots + ranks
+        apart = ArenaSizing(None, cache_blocks=800, max_tokens=16 * 400, sharers=ranks)
+        assert apart.size(slot_bytes, groups).slots >= striped.slots
 
 
 def machine(root: Path, available_kib: int, own: str, files: dict[str, str]) -> Path:

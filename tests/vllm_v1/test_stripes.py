@@ -285,12 +285,24 @@ def test_where_the_ranks_of_a_stage_are_on_several_hosts_each_keeps_all(engine, 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stages", "hosts", "near"),
-    [(8, 1, 1, 8), (8, 2, 1, 8), (8, 2, 2, 8), (16, 1, 2, 1), (6, 2, 3, 1), (1, 4, 2, 1)],
+    ("ranks", "stages", "hosts", "executor", "near"),
+    [
+        (8, 1, 1, "mp", 8),
+        (8, 2, 1, "mp", 8),
+        (8, 2, 2, "mp", 8),
+        (16, 1, 2, "mp", 1),
+        (6, 2, 3, "mp", 1),
+        (1, 4, 2, "mp", 1),
+        (8, 1, 1, "ray", 1),
+        (8, 1, 1, "external_launcher", 1),
+    ],
 )
-def test_ranks_are_near_if_a_stage_is_on_one_host(ranks, stages, hosts, near):
+def test_ranks_are_near_if_a_stage_is_on_one_host(ranks, stages, hosts, executor, near):
     parallel = SimpleNamespace(
-        tensor_parallel_size=ranks, pipeline_parallel_size=stages, nnodes_within_dp=hosts
+        tensor_parallel_size=ranks,
+        pipeline_parallel_size=stages,
+        nnodes_within_dp=hosts,
+        distributed_executor_backend=executor,
     )
     assert num_near_ranks(SimpleNamespace(parallel_config=parallel)) == near
 
