@@ -198,7 +198,13 @@ def group_shapes(
                 attention_type=attention_type,
                 window=window,
                 layers=hashlib.sha256("\0".join(names).encode()).hexdigest()[:16],
-                replicated=all(_is_replicated(spec_of(group, name)) for name in names),
+                # Of a group without layers in this pipeline stage vLLM tells the spec, too.
+                replicated=all(
+                    map(
+                        _is_replicated,
+                        [spec_of(group, each) for each in names] or _all_specs(group),
+                    )
+                ),
                 attention=kernels,
                 kept=each or UNSET,
                 pages=tuple(pages),

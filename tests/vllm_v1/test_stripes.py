@@ -79,6 +79,22 @@ def test_every_rank_gets_the_bytes_of_a_handoff(engine, ranks):
     assert_clean(prefill, decode)
 
 
+@pytest.mark.parametrize("stages", [(), (2,), (3,)], ids=str)
+@pytest.mark.parametrize(("family", "stripes"), [("ring and latent", 2), ("ring and full", 1)])
+def test_all_groups_must_be_the_same_on_all_ranks(engine, family, stripes, stages):
+    """However the pipeline stages share out their layers: each of two has one of the groups."""
+    options = {"family": family, "ranks": 2, "stages": stages}
+    prefill, decode = (engine(role, **options) for role in ("kv_producer", "kv_consumer"))
+    assert inspection.compatibility(prefill.half).num_stripes == stripes
+    reference = engine(family=family)
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    assert decode.count("handoffs_received") == len(LENGTHS)
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
 @pytest.mark.parametrize("ranks", SIZES, ids=lambda pair: f"{pair[0]} to {pair[1]}")
 def test_blocks_of_another_size_are_made_of_slots_of_several_ranks(engine, ranks, sizes):

@@ -108,7 +108,7 @@ def num_workers(shape: EngineShape) -> int:
 
 def rank_slots(shape: EngineShape) -> int:
     """Slots of the arena of each rank: a stripe of the slots, where all ranks hold the same KV."""
-    striped = set(GROUPS[shape.family]) == {"latent"} and not shape.far_ranks
+    striped = set(GROUPS[shape.family]) <= {"latent", "ring"} and not shape.far_ranks
     return -(-shape.slots // shape.ranks) if striped else shape.slots
 
 
