@@ -101,6 +101,7 @@ FAMILIES: Final = {
 DRAFTED: Final = {
     "full and drafter": ("full", "drafter"),
     "window, full and drafter": ("window", "full", "drafter"),
+    "state, full and drafter": ("state", "full", "drafter"),
 }
 """The same of models with a drafter that has a KV cache."""
 
@@ -118,12 +119,14 @@ def kv_cache_config(
     window: int = WINDOW,
     states: str = "align",
     ring: int = RING,
+    drafts: int = 0,
 ) -> KVCacheConfig:
     """Groups of `LAYERS` layers each, overlaid on the same bytes, as vLLM lays out LBHNC.
 
     Args:
         states: `--mamba-cache-mode` where prefixes are cached: `align` or `all`.
         ring: positions of a ring.
+        drafts: speculative tokens of a step, each of which leaves a state of its own.
     """
     heads = max(1, HEADS // ranks)
     specs: dict[str, KVCacheSpec] = {
@@ -169,6 +172,7 @@ def kv_cache_config(
         dtypes=(torch.float16, torch.float32),
         page_size_padded=page,
         mamba_cache_mode=states if caching else "none",
+        num_speculative_blocks=drafts,
     )
     groups = []
     for g, kind in enumerate(kinds):

@@ -35,6 +35,9 @@ class _Row:
     drafted: int = 0
     unseen: int = 0
     prompt: list[int] = field(default_factory=list)  # what it reads of one with embeddings
+    # With drafts, where a group's state is after the last step: the column of its block in the
+    # table, and how many columns later.
+    running: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -133,7 +136,10 @@ class ToyRunner:
                 spec = group.kv_cache_spec
                 assert isinstance(spec, MambaSpec)
                 size = spec.state_content_size_bytes
-                self._groups.append(_State(caches, spec.block_size, size, every=kind.every))
+                drafts = spec.num_speculative_blocks
+                self._groups.append(
+                    _State(caches, spec.block_size, size, every=kind.every, drafts=drafts)
+                )
             elif isinstance(group.kv_cache_spec, CircularBufferSpec):
                 self._groups.append(_Ring(caches))
             else:
@@ -218,12 +224,20 @@ class ToyRunner:
         right."""
         row = part.row
         row.drafts = []
+        known = len(row.token_ids)
         drafts = part.tokens[len(row.token_ids) - part.start :]
-        for mind in part.minds:
+        for number, mind in enumerate(part.minds):
             position = len(row.token_ids) - 1
             # What was written is read once more: it, too, has to be where it belongs.
             stored = [
-                group.read(row.tables[g], position, position + 1).tobytes()
+                group.read(
+                    row.tables[g],
+                    position,
+                    position + 1,
+                    (-(-part.end // group.block_size) - 1, number),
+                ).tobytes()
+                if isinstance(group, _State) and group.drafts
+                else group.read(row.tables[g], position, position + 1).tobytes()
                 for g, group in enumerate(self._groups)
             ]
             token = mind.token(stored)
@@ -238,6 +252,9 @@ class ToyRunner:
             sampled.append(token)
             if len(sampled) > len(drafts) or drafts[len(sampled) - 1] != token:
                 break
+        for g, group in enumerate(self._groups):
+            if isinstance(group, _State) and group.drafts:
+                row.running[g] = group.accept(row.tables[g], part.end, known, len(sampled))
         if sampled:
             row.drafts = self.proposed(row.token_ids)
 
@@ -326,6 +343,7 @@ class ToyRunner:
                 row.token_ids = list(cached.all_token_ids[request_id])
                 row.token_ids[: len(row.prompt)] = row.prompt
                 row.tables = [[] for _ in row.tables]
+                row.running.clear()
                 row.drafted = row.unseen = computed
             for table, ids in zip(row.tables, block_ids or (), strict=False):
                 table += ids
@@ -336,7 +354,10 @@ class ToyRunner:
         mind = Mind(self.weights_of(request_id), self._kinds)
         full = []
         for g, (kind, group) in enumerate(zip(self._kinds, self._groups, strict=True)):
-            read = group.read(row.tables[g], kind.first_read(start), start)
+            if isinstance(group, _State) and group.drafts:
+                read = group.read(row.tables[g], 0, start, row.running.get(g))
+            else:
+                read = group.read(row.tables[g], kind.first_read(start), start)
             if kind.attention == "all":
                 full.append(read)
             else:
@@ -357,10 +378,14 @@ class ToyRunner:
         else:
             drawn = mind.steps(tokens)
             minds = [mind] * (end - 1 == last)
-        puts = [
-            group.puts(row.tables[g], start, end, [each[g] for each in drawn])
-            for g, group in enumerate(self._groups)
-        ]
+        puts = []
+        for g, group in enumerate(self._groups):
+            content = [each[g] for each in drawn]
+            if isinstance(group, _State) and group.drafts:
+                content = content[min(end, last + 1) - start - 1 :]  # of the tokens that are known
+                puts.append(group.running_puts(row.tables[g], end, content))
+            else:
+                puts.append(group.puts(row.tables[g], start, end, content))
         return _Part(request_id, row, start, end, tokens, minds, puts)
 
     def _write(self, part: _Part, by_layer: bool) -> list[_Put]:
@@ -570,19 +595,35 @@ class _Ring:
 
 class _State:
     """The layers of a group that keep one state, in the block of the last position; or `every` one
-    at the end of a block, too."""
+    at the end of a block, too.
 
-    def __init__(self, layers: Layers, block_size: int, size: int, *, every: bool) -> None:
+    With `drafts` a step leaves a state after each of these, in blocks that follow the one of its
+    last position, as it is not known yet which of them are right. `accept` says it.
+    """
+
+    def __init__(
+        self, layers: Layers, block_size: int, size: int, *, every: bool, drafts: int
+    ) -> None:
         self._every = every
+        self.drafts = drafts
+        self.block_size = block_size
         self._layers = [[rank.reshape(len(rank), -1)[:, :size] for rank in each] for each in layers]
         self._block_size = block_size
         self._size = size
 
-    def read(self, table: list[int], start: int, end: int) -> NDArray[np.uint8]:
-        """State after `end` positions: its bytes."""
+    def read(
+        self, table: list[int], start: int, end: int, running: tuple[int, int] | None = None
+    ) -> NDArray[np.uint8]:
+        """State after `end` positions: its bytes.
+
+        Args:
+            running: the column of its block, and how many columns later; None: where a state is
+                that was not computed with drafts.
+        """
         if end == 0:
             return np.zeros(len(self._layers) * len(self._layers[0]) * self._size, np.uint8)
-        block = self._block(table, end)
+        block = self._block(table, end) if running is None else table[sum(running)]
+        assert block != 0, "vLLM has taken a block away that holds a state"
         return np.concatenate([rank[block] for layer in self._layers for rank in layer])
 
     def puts(
@@ -598,6 +639,42 @@ class _State:
             for number, layer in enumerate(self._layers):
                 puts[number] += [_Put(rank, block, next(rows)) for rank in layer]
         return puts
+
+    def running_puts(self, table: list[int], end: int, content: list[bytes]) -> list[list[_Put]]:
+        """The states after the tokens that are known, and after each draft, by layer.
+
+        Args:
+            end: positions of the step, drafts included.
+        """
+        puts: list[list[_Put]] = [[] for _ in self._layers]
+        column = -(-end // self.block_size) - 1
+        for block, state in zip(table[column:], content, strict=False):
+            assert block != 0, "vLLM has taken a block away that takes a state"
+            rows = iter(np.frombuffer(state, np.uint8).reshape(-1, self._size))
+            for number, layer in enumerate(self._layers):
+                puts[number] += [_Put(rank, block, next(rows)) for rank in layer]
+        return puts
+
+    def accept(self, table: list[int], end: int, known: int, accepted: int) -> tuple[int, int]:
+        """Some of the step's tokens are right: copy the state that lies at the end of a block to
+        that block, as vLLM does after it has sampled; returns what is running.
+
+        Args:
+            end: positions of the step, drafts included.
+            known: tokens that were known before.
+            accepted: tokens that were sampled, one more than the drafts that are right.
+        """
+        column = -(-end // self.block_size) - 1
+        first = min(end, known)  # tokens up to the state in that column
+        aligned = (first + accepted - 1) // self.block_size * self.block_size
+        target = aligned // self.block_size - 1
+        if aligned < first:
+            return column, max(0, accepted - 1)
+        source = table[column + aligned - first]
+        for layer in self._layers:
+            for rank in layer:
+                rank[table[target]] = rank[source]
+        return (column, 0) if target == column else (column, accepted - 1)
 
     def _block(self, table: list[int], end: int) -> int:
         block = table[(end - 1) // self._block_size]

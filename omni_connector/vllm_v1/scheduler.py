@@ -49,7 +49,7 @@ from omni_connector.vllm_v1.compat import (
     take_worker_stats,
 )
 from omni_connector.vllm_v1.control_calls import ControlCalls
-from omni_connector.vllm_v1.drafter import tokens_ahead
+from omni_connector.vllm_v1.drafter import goes_on_after, tokens_ahead
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.load_room import LoadRoom
 from omni_connector.vllm_v1.metadata import (
@@ -61,7 +61,7 @@ from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.older_runners import tells_failure
 from omni_connector.vllm_v1.requests import drop_unusable, prompt_of, recompute, take_hints
 from omni_connector.vllm_v1.scheduler_report import SchedulerReport
-from omni_connector.vllm_v1.specs import attends_to_all, fails_by_block
+from omni_connector.vllm_v1.specs import attends_to_all, fails_by_block, state_block_size
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -77,6 +77,7 @@ logger = init_logger("vllm.omni_connector.scheduler")
 _ASK_AGAIN: Final = (None, False)
 _UNKNOWN: Final = "it is not known yet which weights this engine has"
 
+_STATE_BOUNDARY: Final = "a block with a state ends within the last tokens, before which vLLM stops"
 _NO_TOKENS: Final = "its prompt is given as embeddings, and the drafter reads tokens"
 
 
@@ -164,6 +165,7 @@ class OmniScheduler:
         # Last tokens of a prompt that are left to the decode engine. vLLM computes the very last
         # one there in any case, for its logits.
         self._tokens_left = max(1, self._tokens_ahead)
+        self._state_block = state_block_size(kv_cache_config)
         self._void: tuple[list[int], list[int]] = [], []
         # Requests that wait until weights and adapters are known, and what was ordered when they
         # arrived: an engine that is drained meanwhile still serves them.
@@ -322,6 +324,14 @@ class OmniScheduler:
             receiver.reject(remote)  # the prefill engine need not keep it
             return
         num_tokens = max(0, request.num_prompt_tokens - self._tokens_left)
+        if not goes_on_after(
+            num_tokens,
+            request.num_prompt_tokens,
+            ahead=self._tokens_ahead,
+            state_block=self._state_block,
+        ):
+            receiver.reject(remote)
+            raise BadParamsError("state_boundary", _STATE_BOUNDARY)
         prompt = self._prompt(request, num_tokens, adapter)
         if prompt is None:
             receiver.reject(remote)

@@ -256,6 +256,20 @@ def state_refusal(kv_cache_config: "KVCacheConfig") -> str | None:
     return None
 
 
+def state_block_size(kv_cache_config: "KVCacheConfig") -> int:
+    """Tokens of a block at whose end vLLM keeps a recurrent state; 0 where it keeps the last state
+    alone, or there are none."""
+    return max(
+        (
+            group.kv_cache_spec.block_size
+            for group in transferred_groups(kv_cache_config).values()
+            for spec in _all_specs(group)
+            if getattr(spec, "mamba_cache_mode", "") == "align"
+        ),
+        default=0,
+    )
+
+
 def _example(group_id: int, group: "KVCacheGroupSpec") -> str:
     """How a message names a group. A pipeline stage may have none of its layers."""
     return f"layer {group.layer_names[0]}" if group.layer_names else f"KV cache group {group_id}"

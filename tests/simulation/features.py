@@ -39,6 +39,7 @@ _LONG_ANSWER: Final = 23
 _WITH_DRAFTER: Final = {
     "full": "full and drafter",
     "window and full": "window, full and drafter",
+    "state and full": "state, full and drafter",
 }
 
 _WITH_RING: Final = {
@@ -260,8 +261,8 @@ def _sessions(plan: Plan, draw: random.Random) -> Plan:
 
 def _drafts(plan: Plan, draw: random.Random) -> Plan:
     """Engines propose tokens, of which some are wrong."""
-    if has_states(plan.engines[0].family):  # states would have to be rolled back
-        return _ends(plan, draw)
+    if has_states(plan.engines[0].family):
+        plan = _unshared(plan)
     if plan.engines[0].family in _WITH_DRAFTER and draw.random() < 0.5:
         return _drafters(plan, draw)
     engines = tuple(_drafting(each, draw) for each in plan.engines)
@@ -297,11 +298,22 @@ def _answering_long(event: Event) -> Event:
 
 
 def _drafting(engine: EngineShape, draw: random.Random) -> EngineShape:
-    if has_states(engine.family) or draw.random() < 0.2:
+    if draw.random() < 0.2:
         return engine
     drafts = draw.choice((1, 3, 5))
+    blocks = engine.blocks
+    if has_states(engine.family):  # vLLM takes a block for the state after each draft
+        blocks += drafts * (1 + engine.seqs)
     # vLLM schedules a request with all its drafts, or not at all.
-    return replace(engine, drafts=drafts, step_tokens=max(engine.step_tokens, 16))
+    steps = max(engine.step_tokens, 16)
+    return replace(engine, drafts=drafts, step_tokens=steps, blocks=blocks)
+
+
+def _unshared(plan: Plan) -> Plan:
+    """The same with engines that keep nothing for others: with drafts they share no states."""
+    engines = tuple(replace(each, hosts=False, shares=False) for each in plan.engines)
+    events = [event for event in plan.events if event.what != "lie"]
+    return _unhinted(replace(plan, engines=engines, events=_numbered(events)))
 
 
 def _drafters(plan: Plan, draw: random.Random) -> Plan:
@@ -318,7 +330,9 @@ def _drafters(plan: Plan, draw: random.Random) -> Plan:
             # What is read ahead of a position is compared, how many tokens are drafted is not.
             drafts=drafts if drafter == "modules" else draw.choice((1, 3)),
             step_tokens=max(each.step_tokens, 16),
-            blocks=each.blocks + blocks_of("full", each.block_size, 1),
+            blocks=each.blocks
+            + blocks_of("full", each.block_size, 1)
+            + has_states(family) * 3 * (1 + each.seqs),
         )
         for each in plan.engines
     )

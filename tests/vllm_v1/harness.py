@@ -222,7 +222,12 @@ class InProcessEngine:
         self.config.kv_events_config = events
         # Block 0 is vLLM's null block, which nobody gets.
         self.kv_config = kv_cache_config(
-            usable_blocks + 1, block_size, family, ranks=ranks, caching=prefix_caching
+            usable_blocks + 1,
+            block_size,
+            family,
+            ranks=ranks,
+            caching=prefix_caching,
+            drafts=drafts,
         )
         if self.kv_config.has_mamba_layers and prefix_caching:
             self.config.cache_config.mamba_cache_mode = "align"

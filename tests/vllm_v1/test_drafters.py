@@ -41,7 +41,7 @@ def test_the_drafter_finds_what_its_tokens_give(engine, family, drafter, drafts,
     tokens = prompt(length)
     right = engine(None, **options).generate(tokens, 6).tokens
     other: list[int] = []
-    if drafter == "modules" and "window" in family:
+    if drafter == "modules" and family != "full and drafter":
         # The prefill engine stops early, and does not know the token that the last module reads.
         decode.runner.drafter_differs = lambda _, position, *found: other.append(position)
     params = prefill.generate(tokens, 1, HANDOFF).params
@@ -50,6 +50,10 @@ def test_the_drafter_finds_what_its_tokens_give(engine, family, drafter, drafts,
         assert params["omni_no_handoff"] == "nothing_to_hand_off"
         return
     assert decode.generate(tokens, 6, params).tokens == right
+    in_block = (length - left) % BLOCK
+    if "state" in family and in_block and in_block + left > BLOCK:
+        assert decode.failures() == {"state_boundary": 1}
+        return
     assert decode.stats.data["counts"]["tokens_loaded"] == length - left
     assert set(other) <= {length - left - 1}
 

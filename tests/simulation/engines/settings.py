@@ -219,6 +219,7 @@ def cache_config(shape: EngineShape, config: VllmConfig) -> tuple[KVCacheConfig,
         caching=shape.caching,
         window=WINDOW,
         states=shape.states,
+        drafts=shape.drafts,
     )
     if kv_config.has_mamba_layers and shape.caching:
         mode: Any = shape.states

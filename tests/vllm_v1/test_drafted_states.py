@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent states with speculative decoding: a step leaves one after each draft, in blocks that
+follow the one of the state before, and only the next step knows which of them is right."""
+
+import random
+
+import numpy as np
+import pytest
+
+from omni_connector.vllm_v1.drafter import goes_on_after
+from tests import inspection, toy, toy_runner
+from tests.toy import BLOCK, GROUPS
+
+from .harness import HANDOFF, assert_clean, hand_off, prompt, run
+
+pytestmark = pytest.mark.vllm
+
+FAMILIES = ["state and full", "all three", "all and a ring", "state, full and drafter"]
+LENGTHS = (2, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 2, 3 * BLOCK, 5 * BLOCK + 7)
+of_all = pytest.mark.parametrize("family", FAMILIES)
+overlapping = pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+
+
+def options_of(family, drafts, **options):
+    without_kv = "ngram_gpu" if options.get("async_scheduling") else "ngram"
+    drafter = "mtp" if "drafter" in family else without_kv
+    return {"family": family, "drafter": drafter, "drafts": drafts, **options}
+
+
+def drafting(engine, drafts):
+    """Have an engine propose tokens of which some are right; returns it."""
+    right = toy.reference(tuple(k for k in toy.kinds_of(engine.kv_config, 1) if not ahead(k)))
+
+    def proposed(token_ids):
+        draw, known = random.Random(len(token_ids)), list(token_ids)
+        for _ in range(drafts):
+            known.append(right.next_token(b"", known) if draw.random() < 0.7 else 7)
+        return known[len(token_ids) :]
+
+    engine.runner.proposed = proposed
+    return engine
+
+
+def ahead(kind):
+    return kind.attention == "ahead"
+
+
+def target(family):
+    """The same model without a drafter's KV."""
+    return family.replace(", full and drafter", " and full")
+
+
+@of_all
+@overlapping
+@pytest.mark.parametrize("caching", [True, False], ids=["caching", "uncached"])
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_a_state_is_handed_off_and_goes_on_with_drafts(engine, family, overlap, caching, drafts):
+    plain = engine(family=target(family), prefix_caching=caching)
+    options = options_of(family, drafts, async_scheduling=overlap, prefix_caching=caching)
+    prefill = drafting(engine("kv_producer", **options), drafts)
+    decode = drafting(engine("kv_consumer", **options), drafts)
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert (
+            hand_off(prefill, decode, asked, 3 * BLOCK) == plain.generate(asked, 3 * BLOCK).tokens
+        )
+    assert decode.count("handoffs_received") == len(LENGTHS)
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+@of_all
+def test_a_hand_off_without_the_state_is_found_out(engine, family, monkeypatch):
+    options = options_of(family, 3)
+    prefill = drafting(engine("kv_producer", **options), 3)
+    decode = drafting(engine("kv_consumer", **options), 3)
+    copier = inspection.copier(decode.worker_half)
+    load, state = copier.load, GROUPS[family].index("state")
+
+    def all_but_the_state(copy):
+        sums = load(copy)
+        if copy.group == state:
+            decode.runner.spoil(np.asarray(copy.block_ids).tolist(), seed=3)
+        return sums
+
+    monkeypatch.setattr(copier, "load", all_but_the_state)
+    asked = prompt(3 * BLOCK)
+    expected = engine(family=target(family)).generate(asked, 6).tokens
+    assert hand_off(prefill, decode, asked) != expected
+
+
+@of_all
+def test_a_model_that_takes_the_state_of_a_wrong_draft_is_found_out(engine, family, monkeypatch):
+    """A control of the toy: vLLM's own moves of states are what these tests rely on."""
+    monkeypatch.setattr(
+        toy_runner._State,
+        "accept",
+        lambda self, table, end, known, accepted: (-(-end // self.block_size) - 1, 0),
+    )
+    alone = drafting(engine(**options_of(family, 3)), 3)
+    plain = engine(family=target(family))
+    asked = prompt(3 * BLOCK)
+    assert alone.generate(asked, 40).tokens != plain.generate(asked, 40).tokens
+
+
+@of_all
+@overlapping
+def test_many_at_once_where_blocks_are_scarce(engine, family, overlap):
+    options = options_of(
+        family,
+        3,
+        usable_blocks=60,
+        max_tokens_a_step=4 * BLOCK,
+        long_prefill=2 * BLOCK,
+        async_scheduling=overlap,
+    )
+    prefill = drafting(engine("kv_producer", **options), 3)
+    decode = drafting(engine("kv_consumer", **options), 3)
+    draw = random.Random(family)
+    asked = [prompt(draw.randrange(2, 120), seed=i) for i in range(10)]
+    sent = [prefill.submit(each, params=HANDOFF) for each in asked]
+    run([prefill], lambda: prefill.done(*sent))
+    bystanders = [decode.submit(prompt(60, seed=60 + i), max_tokens=150) for i in range(3)]
+    got = [
+        decode.submit(each, max_tokens=20, params=prefill.answers[one].params)
+        for each, one in zip(asked, sent, strict=True)
+    ]
+    run([prefill, decode], lambda: decode.done(*got, *bystanders))
+    plain = engine(family=target(family))
+    for each, one in zip(asked, got, strict=True):
+        assert decode.answers[one].tokens == plain.generate(each, 20).tokens
+    assert decode.count("handoffs_received") == len(asked)
+    assert decode.preempted
+    assert_clean(prefill, decode)
+
+
+@of_all
+def test_states_with_drafts_are_not_shared(engine, family):
+    one = engine("kv_both", extra={"share": True}, **options_of(family, 1))
+    assert not inspection.shares(one.half)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "prompt", "ahead", "goes_on"),
+    [
+        (15, 16, 1, True),
+        (15, 17, 2, False),
+        (14, 16, 2, True),
+        (16, 18, 2, True),
+        (14, 17, 3, False),
+        (13, 16, 3, True),
+        (31, 34, 3, False),
+    ],
+)
+def test_where_vllm_stops_before_the_last_tokens(loaded, prompt, ahead, goes_on):
+    assert goes_on_after(loaded, prompt, ahead=ahead, state_block=BLOCK) is goes_on
+    assert goes_on_after(loaded, prompt, ahead=ahead, state_block=0)
