@@ -49,6 +49,27 @@ In the last column the kernels are the same on both sides.
 (*) FlashInfer writes NVFP4 in two ways, by the GPU: `fa2` and `trtllm`; they refuse each other.
 On CPUs, `make test` checks the layouts of this table, but not the kernels that need a GPU.
 
+## Recurrent states
+
+Tensor-parallel ranks share out a state in a way that depends on its layer. Engines of other
+tensor-parallel sizes hand off the states of layers whose way is known, and refuse the others by
+name. With `--use-replayssm` more than the states is kept, and only equal sizes hand off.
+
+| vLLM's layer | cut | shown |
+| --- | --- | --- |
+| short convolutions (LFM2) | channels | with real engines, byte for byte |
+| Mamba 1 and 2 | channels; x, B and C each by itself, B and C of a single group on every rank | \
+with vLLM's own layers, by the weights that each rank loads; Mamba 2 also with vLLM's scheduler \
+and a made-up model |
+| gated delta nets (Qwen3-Next, Qwen3.5, Olmo Hybrid), Kimi delta attention | query, key and value \
+each by itself; value heads | with vLLM's own layers of Qwen, Olmo and Kimi; Kimi K3, GLM-5.3 \
+flash and Bailing V3 by their source alone |
+| linear attention (MiniMax, Bailing) | heads | with vLLM's own layer of MiniMax; Bailing by its \
+source alone |
+| states that vLLM says all ranks have (`tp_replicated`) | none | in process |
+
+Both engines must keep convolutions in the same order (`VLLM_SSM_CONV_STATE_LAYOUT`).
+
 ## Circular buffers
 
 DeepSeek-V4.1, Qwen3.8 next and GLM-5.3 flash keep the latest tokens of a request in one block, in

@@ -17,10 +17,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -42,7 +44,12 @@ PAGE: Final = BLOCK * HEADS * 2 * HEAD_SIZE * 2  # K and V, two bytes each
 SLOT: Final = 4096  # LAYERS pages, rounded up
 MAX_LENGTH: Final = 4096
 MAX_LAYERS: Final = 1000
-STATE_BYTES: Final = 3 * 7 * 2 + 5 * 5 * 4
+# Of the state of a layer, as of Mamba 2: of a convolution the last inputs (x of all heads, then B
+# and C of one group), and a matrix for each head.
+STATE_HEADS, HEAD_DIM, STATE_SIZE, INPUTS = 4, 3, 2, 3
+STATE_BYTES: Final = (
+    INPUTS * (STATE_HEADS * HEAD_DIM + 2 * STATE_SIZE) * 2 + STATE_HEADS * HEAD_DIM * STATE_SIZE * 4
+)
 
 
 def write_model(folder: Path, weights: bytes = b"toy") -> Path:
@@ -168,7 +175,10 @@ def kv_cache_config(
     specs["state"] = MambaSpec(
         # Kept for every block where prefixes are cached, else one for a request.
         block_size=block_size if caching else MAX_LENGTH,
-        shapes=((3, 7), (5, 5)),
+        shapes=(
+            (INPUTS, STATE_HEADS // ranks * HEAD_DIM + 2 * STATE_SIZE),
+            (STATE_HEADS // ranks, HEAD_DIM, STATE_SIZE),
+        ),
         dtypes=(torch.float16, torch.float32),
         page_size_padded=page,
         mamba_cache_mode=states if caching else "none",
@@ -195,6 +205,48 @@ def kv_cache_config(
         kv_cache_tensors=tensors,
         kv_cache_groups=groups,
         kv_cache_layout="LBHNC",
+    )
+
+
+class MambaMixer2:
+    """A layer with a state, as the connector sees vLLM's layer of this name."""
+
+    norm = SimpleNamespace(n_groups=1)
+
+    @classmethod
+    def get_attn_backend(cls) -> type["MambaMixer2"]:
+        return cls
+
+    @staticmethod
+    def get_name() -> str:
+        return "TOY_MAMBA2"
+
+
+def layers_with_states(config: KVCacheConfig) -> dict[str, Any]:
+    """vLLM's layers by name, those that have a state; as in its `static_forward_context`."""
+    return {
+        name: MambaMixer2()
+        for group in config.kv_cache_groups
+        if isinstance(group.kv_cache_spec, MambaSpec)
+        for name in group.layer_names
+    }
+
+
+def bytes_of_rank(rank: int, ranks: int) -> NDArray[np.int64]:
+    """Which bytes of a layer's state of the whole model a rank has, in its order.
+
+    Every rank has a part of the heads, and all of B and C.
+    """
+    width = STATE_HEADS * HEAD_DIM + 2 * STATE_SIZE
+    inputs, matrices = np.split(np.arange(STATE_BYTES), [INPUTS * width * 2])
+    heads = np.arange(STATE_HEADS).reshape(ranks, -1)[rank]
+    x = (heads[:, None] * HEAD_DIM + np.arange(HEAD_DIM)).ravel()
+    channels = [*x, *range(STATE_HEADS * HEAD_DIM, width)]
+    return np.concatenate(
+        [
+            inputs.reshape(INPUTS, width, 2)[:, channels].ravel(),
+            matrices.reshape(STATE_HEADS, -1)[heads].ravel(),
+        ]
     )
 
 
@@ -422,19 +474,17 @@ def reference(kinds: tuple[Kind, ...]) -> Reference:
     return Reference(kinds)
 
 
-def kinds_of(config: KVCacheConfig, ranks: int) -> tuple[Kind, ...]:
-    """What the model keeps in the groups of an engine.
+def kinds_of(config: KVCacheConfig) -> tuple[Kind, ...]:
+    """What the model keeps in the groups of an engine, on all ranks together.
 
     Args:
         config: cache groups of one rank.
-        ranks: tensor-parallel size; each keeps states of its own.
     """
     found = []
     for group in config.kv_cache_groups:
         spec, layers = group.kv_cache_spec, len(group.layer_names)
         if isinstance(spec, MambaSpec):
-            size = layers * ranks * spec.state_content_size_bytes
-            found.append(Kind("state", 1, size, spec.mamba_cache_mode == "all"))
+            found.append(Kind("state", 1, layers * STATE_BYTES, spec.mamba_cache_mode == "all"))
             continue
         if isinstance(spec, CircularBufferSpec):
             found.append(Kind("chunk", RATIO, layers * RING_BYTES))

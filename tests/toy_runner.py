@@ -21,7 +21,17 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.outputs import DraftTokenIds
 
-from tests.toy import HEADS, MAX_LENGTH, RING_BYTES, Mind, drafters_kv, embedded, kinds_of
+from tests.toy import (
+    HEADS,
+    MAX_LENGTH,
+    RING_BYTES,
+    STATE_BYTES,
+    Mind,
+    bytes_of_rank,
+    drafters_kv,
+    embedded,
+    kinds_of,
+)
 
 
 @dataclass(slots=True)
@@ -109,7 +119,7 @@ class ToyRunner:
             name: [rank[name].view(torch.uint8).numpy() for rank in kv_caches if name in rank]
             for name in itertools.chain.from_iterable(kv_caches)
         }
-        kinds = kinds_of(config, max(map(len, layers.values())))
+        kinds = kinds_of(config)
         # That of the drafter is the last, so that the others have their numbers.
         self._kinds = tuple(kind for kind in kinds if kind.attention != "ahead")
         self._drafter: _Attention | None = None
@@ -135,10 +145,9 @@ class ToyRunner:
             if kind.attention == "state":
                 spec = group.kv_cache_spec
                 assert isinstance(spec, MambaSpec)
-                size = spec.state_content_size_bytes
                 drafts = spec.num_speculative_blocks
                 self._groups.append(
-                    _State(caches, spec.block_size, size, every=kind.every, drafts=drafts)
+                    _State(caches, spec.block_size, every=kind.every, drafts=drafts)
                 )
             elif isinstance(group.kv_cache_spec, CircularBufferSpec):
                 self._groups.append(_Ring(caches))
@@ -601,43 +610,56 @@ class _State:
     last position, as it is not known yet which of them are right. `accept` says it.
     """
 
-    def __init__(
-        self, layers: Layers, block_size: int, size: int, *, every: bool, drafts: int
-    ) -> None:
+    def __init__(self, layers: Layers, block_size: int, *, every: bool, drafts: int) -> None:
         self._every = every
         self.drafts = drafts
         self.block_size = block_size
-        self._layers = [[rank.reshape(len(rank), -1)[:, :size] for rank in each] for each in layers]
-        self._block_size = block_size
-        self._size = size
+        ranks = len(layers[0])
+        self._places = [bytes_of_rank(rank, ranks) for rank in range(ranks)]
+        self._layers = [
+            [
+                rank.reshape(len(rank), -1)[:, : len(places)]
+                for rank, places in zip(each, self._places, strict=True)
+            ]
+            for each in layers
+        ]
 
     def read(
         self, table: list[int], start: int, end: int, running: tuple[int, int] | None = None
     ) -> NDArray[np.uint8]:
-        """State after `end` positions: its bytes.
+        """State after `end` positions: its bytes, of the whole model.
 
         Args:
             running: the column of its block, and how many columns later; None: where a state is
                 that was not computed with drafts.
         """
+        states = np.zeros((len(self._layers), STATE_BYTES), np.uint8)
         if end == 0:
-            return np.zeros(len(self._layers) * len(self._layers[0]) * self._size, np.uint8)
+            return states.ravel()
         block = self._block(table, end) if running is None else table[sum(running)]
         assert block != 0, "vLLM has taken a block away that holds a state"
-        return np.concatenate([rank[block] for layer in self._layers for rank in layer])
+        for state, layer in zip(states, self._layers, strict=True):
+            for rank, places in zip(layer, self._places, strict=True):
+                state[places] = rank[block]
+            # What several ranks have must be right on each.
+            for rank, places in zip(layer, self._places, strict=True):
+                if not np.array_equal(state[places], rank[block]):
+                    state ^= 0xFF
+        return states.ravel()
 
     def puts(
         self, table: list[int], start: int, end: int, content: list[bytes]
     ) -> list[list[_Put]]:
         """The state after `end` positions, by layer."""
         puts: list[list[_Put]] = [[] for _ in self._layers]
-        size = self._block_size
+        size = self.block_size
         inner = range((start // size + 1) * size, end, size) if self._every else ()
         for after in (*inner, end):
             block = self._block(table, after)
-            rows = iter(np.frombuffer(content[after - start - 1], np.uint8).reshape(-1, self._size))
-            for number, layer in enumerate(self._layers):
-                puts[number] += [_Put(rank, block, next(rows)) for rank in layer]
+            states = np.frombuffer(content[after - start - 1], np.uint8).reshape(-1, STATE_BYTES)
+            for number, (layer, state) in enumerate(zip(self._layers, states, strict=True)):
+                ranks = zip(layer, self._places, strict=True)
+                puts[number] += [_Put(rank, block, state[places]) for rank, places in ranks]
         return puts
 
     def running_puts(self, table: list[int], end: int, content: list[bytes]) -> list[list[_Put]]:
@@ -648,11 +670,12 @@ class _State:
         """
         puts: list[list[_Put]] = [[] for _ in self._layers]
         column = -(-end // self.block_size) - 1
-        for block, state in zip(table[column:], content, strict=False):
+        for block, after in zip(table[column:], content, strict=False):
             assert block != 0, "vLLM has taken a block away that takes a state"
-            rows = iter(np.frombuffer(state, np.uint8).reshape(-1, self._size))
-            for number, layer in enumerate(self._layers):
-                puts[number] += [_Put(rank, block, next(rows)) for rank in layer]
+            states = np.frombuffer(after, np.uint8).reshape(-1, STATE_BYTES)
+            for number, (layer, state) in enumerate(zip(self._layers, states, strict=True)):
+                ranks = zip(layer, self._places, strict=True)
+                puts[number] += [_Put(rank, block, state[places]) for rank, places in ranks]
         return puts
 
     def accept(self, table: list[int], end: int, known: int, accepted: int) -> tuple[int, int]:
@@ -677,6 +700,6 @@ class _State:
         return (column, 0) if target == column else (column, accepted - 1)
 
     def _block(self, table: list[int], end: int) -> int:
-        block = table[(end - 1) // self._block_size]
+        block = table[(end - 1) // self.block_size]
         assert block != 0, "vLLM has taken a block away that holds a state"
         return block

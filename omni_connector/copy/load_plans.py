@@ -13,8 +13,9 @@ from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey, LayerPlaces
 from omni_connector.kv.convert import SlotConverter
 from omni_connector.kv.heads import HeadSlice, head_sources
-from omni_connector.kv.shapes import GroupShape, converter, same_bytes
+from omni_connector.kv.shapes import GroupShape, converter, same_bytes, state_slices
 from omni_connector.kv.spans import NULL_BLOCK_ID
+from omni_connector.kv.states import StateSlices
 from omni_connector.kv.stripes import by_stripe, owning_arenas
 from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.transports.base import Endpoint
@@ -33,13 +34,14 @@ class LoadSource:
         arenas: over which its slots are spread, as numbers of ranks, counted stage by stage; see
             `kv.stripes`. That of the rank itself where each rank has all slots.
         length: bytes of each of its slots.
-        converter: makes our slots of its slots; None where they hold the bytes of our blocks.
+        converter: makes our slots of its slots, or states of its states; None where they hold the
+            bytes of our blocks.
         heads: those that are taken from it, for each layer that the converter copies.
     """
 
     arenas: tuple[int, ...]
     length: int
-    converter: SlotConverter | None = None
+    converter: SlotConverter | StateSlices | None = None
     heads: tuple[HeadSlice, ...] = ()
 
 
@@ -220,6 +222,16 @@ class LoadPlans:
                 # Of what all ranks hold, ours take turns at the peer's; see `head_sources`.
                 arenas = source.arenas_of(source_stage, rank % source.ranks)
                 return LoadPlan(ours.block_size, (LoadSource(arenas, length),))
+            if ours.attention_type == "last" and not (alike or ours.replicated):
+                sources += [
+                    LoadSource(
+                        source.arenas_of(source_stage, of_stage), states.source_bytes, states
+                    )
+                    for of_stage, states in state_slices(
+                        theirs, source.ranks, ours, rank, self._ranks, places
+                    ).items()
+                ]
+                continue
             pairs = places or [(layer, layer) for layer in range(len(ours.pages))]
             converts = converter(theirs, ours, places=pairs, like_ranks=alike)
             by_rank: dict[int, list[HeadSlice]] = {}

@@ -143,12 +143,15 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         return {name: "" if value is UNSET else value for name, value in fields.items()}
 
     def of_sharing(self) -> "CompatibilityKey":
-        """The same without names of layers and what kernels keep, as digests and kernels say as
-        much, without a name of the model that says less than the weights do, and without stripes;
-        equal for all that share."""
+        """The same without names of layers, what kernels keep and how ranks share out states, as
+        digests, kernels and shapes say as much, without a name of the model that says less than
+        the weights do, and without stripes; equal for all that share."""
         model = "" if self.weights else self.model
         first, *later = (
-            tuple(msgspec.structs.replace(group, names=UNSET, kept=UNSET) for group in stage)
+            tuple(
+                msgspec.structs.replace(group, names=UNSET, kept=UNSET, cut=UNSET)
+                for group in stage
+            )
             for stage in self.stages
         )
         return msgspec.structs.replace(
@@ -228,7 +231,8 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         here = source.of_layers([at for at, _ in places])
         there = target.of_layers([at for _, at in places])
         found = groups_difference((here,), self.ranks, (there,), reader.ranks, self.kv_heads)
-        if found is None:
+        # States of other numbers of ranks are not rewritten by a converter.
+        if found is None and (source.attention_type != "last" or self.ranks == reader.ranks):
             try:
                 converter(source, target, places=places, like_ranks=self.ranks == reader.ranks)
             except LayoutError as error:

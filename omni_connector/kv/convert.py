@@ -77,7 +77,7 @@ class SlotConverter:
         self._batches: list[_Batch] = []
         self._runs: list[tuple[int, int, int]] = []  # of whole pages: from, to, bytes
         runs = list(_alike_pages(source_pages, target_pages, places, whole=whole))
-        starts = _page_starts(source_pages), _page_starts(target_pages)
+        starts = page_starts(source_pages), page_starts(target_pages)
         self.source_bytes, self.target_bytes = (pages[-1] for pages in starts)
         """Bytes of one block in a slot of the peer's, and in one of ours."""
         for layer, count, orders, source, target in runs:
@@ -293,8 +293,12 @@ def _alike_pages(
         layer += count
 
 
-def _page_starts(pages: Sequence[str]) -> list[int]:
-    """Where each page of a slot begins, and the last one ends."""
+def page_starts(pages: Sequence[str]) -> list[int]:
+    """Where each page of a slot begins, and the last one ends.
+
+    Raises:
+        LayoutError: the byte order of a page is not understood.
+    """
     starts = [0]
     for order, alike in groupby(pages):
         page = _parse_page(order.removesuffix(UNKNOWN))

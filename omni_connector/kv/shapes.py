@@ -8,6 +8,7 @@ of their pages: the reading side rewrites the slots as it loads them. Everything
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,9 +17,10 @@ from msgspec import UNSET, Meta, UnsetType
 from numpy.typing import NDArray
 
 from omni_connector.errors import LayoutError
-from omni_connector.kv.convert import SlotConverter
+from omni_connector.kv.convert import SlotConverter, page_starts
 from omni_connector.kv.heads import head_sources
 from omni_connector.kv.page_orders import UNKNOWN
+from omni_connector.kv.states import StateSlices, StateTensor, cut_bytes, state_sources
 
 _Text = Annotated[str, Meta(max_length=1024)]
 _Page = Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -61,6 +63,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         uncached: whether vLLM's prefix cache has no block of the group; left out where it has.
         states: shapes and dtypes of recurrent states, whose pages tell only how many bytes they
             have; left out where there are none. See `states_of`.
+        cut: how ranks share out the state of each layer; left out where there are none, and where
+            the rule of a layer is not known. Then only engines of as many ranks read them.
         names: the name of each page's layer, so that engines with other pipeline stages find the
             layers that they have; left out where they are not known.
     """
@@ -76,6 +80,7 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     pages: Annotated[tuple[_Page, ...], Meta(max_length=1 << 14)]
     uncached: Literal[True] | UnsetType = UNSET
     states: _Text | UnsetType = UNSET
+    cut: Annotated[tuple[StateTensor, ...], Meta(min_length=1, max_length=8)] | UnsetType = UNSET
     names: Annotated[tuple[_Text, ...], Meta(max_length=1 << 14)] | UnsetType = UNSET
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -225,8 +230,11 @@ def difference(
         if ours.attention_type == "ring" and ours.block_size != theirs.block_size:
             # The place of a position depends on it.
             return f"block_size {where}", ours.block_size, theirs.block_size
-        if stateful and source_ranks != target_ranks:
-            return f"ranks {where}, whose states are not resharded", source_ranks, target_ranks
+        if stateful and source_ranks != target_ranks and not ours.replicated:
+            found = _states_difference(ours, source_ranks, theirs, target_ranks, where)
+            if found is not None:
+                return found
+            continue
         if ours.states != theirs.states:
             return f"states {where}", ours.states or "", theirs.states or ""
         if stateful or ours.attention_type == "ring":
@@ -253,6 +261,60 @@ def difference(
         except LayoutError as error:
             return f"pages {where} ({error})", _first_page(ours), _first_page(theirs)
     return None
+
+
+def _states_difference(
+    source: GroupShape, source_ranks: int, target: GroupShape, target_ranks: int, where: str
+) -> tuple[str, object, object] | None:
+    """Why the target cannot make its states of those of engines with another number of ranks."""
+    if not source.pages and not target.pages:
+        return None  # a pipeline stage that has none of the layers
+    if source.cut is UNSET or target.cut is UNSET:
+        why = "whose ranks share out states in a way that is not known"
+        return f"ranks {where}, {why}", source_ranks, target_ranks
+    try:
+        for rank in range(target_ranks):
+            state_slices(source, source_ranks, target, rank, target_ranks)
+    except LayoutError as error:
+        return f"ranks {where} ({error})", source_ranks, target_ranks
+    return None
+
+
+def state_slices(
+    source: GroupShape,
+    source_ranks: int,
+    target: GroupShape,
+    target_rank: int,
+    target_ranks: int,
+    places: Sequence[tuple[int, int]] | None = None,
+) -> dict[int, StateSlices]:
+    """What each rank of a peer has of the states of one of our ranks.
+
+    Args:
+        places: as of `converter`.
+
+    Raises:
+        LayoutError: our states cannot be made of the peer's.
+    """
+    if source.cut is UNSET or target.cut is UNSET:
+        raise LayoutError("it is not known how ranks share out the states")
+    if places is None:
+        if len(source.pages) != len(target.pages):
+            raise LayoutError(f"states of {len(source.pages)} layers and of {len(target.pages)}")
+        places = [(at, at) for at in range(len(target.pages))]
+    starts = page_starts(source.pages), page_starts(target.pages)
+    for begins, cut in zip(starts, (source.cut, target.cut), strict=True):
+        if any(end - begin != cut_bytes(cut) for begin, end in pairwise(begins)):
+            raise LayoutError(f"states of {cut_bytes(cut)} bytes in pages of other sizes")
+    return state_sources(
+        source.cut,
+        source_ranks,
+        target.cut,
+        target_rank,
+        target_ranks,
+        pages=[(starts[0][at], starts[1][own]) for at, own in places],
+        source_bytes=starts[0][-1],
+    )
 
 
 def _keep_the_same(one: GroupShape, other: GroupShape) -> bool:

@@ -87,6 +87,18 @@ def says_replicated(spec: "KVCacheSpec") -> bool:
     return getattr(spec, "max_tp_shards", None) == 1
 
 
+def conv_dim_first() -> bool:
+    """Whether the states of convolutions have a row for each channel, and not for each input.
+
+    From 0.31 on, where `VLLM_SSM_CONV_STATE_LAYOUT` says so.
+    """
+    try:
+        from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+    except ImportError:
+        return False
+    return bool(is_conv_state_dim_first())
+
+
 def has_amx_fp8() -> bool:
     """Whether this CPU multiplies FP8 in tiles: vLLM then keeps FP8 caches in others.
 

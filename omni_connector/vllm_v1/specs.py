@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from omni_connector.errors import ConfigError, LayoutError
 from omni_connector.kv.canonical import GroupSpec, LayerSpec
 from omni_connector.kv.shapes import GroupShape, states_of
+from omni_connector.kv.states import StateCut
 from omni_connector.vllm_v1.compat import (
     caches_prefixes,
     keeps_kv_on_host,
@@ -177,6 +178,7 @@ def group_shapes(
     page_orders: Sequence[Sequence[str]],
     attention: Sequence[str],
     kept: Sequence[str] = (),
+    cuts: Sequence[StateCut] = (),
 ) -> tuple[GroupShape, ...]:
     """The transferred groups in the terms that peers compare.
 
@@ -184,11 +186,15 @@ def group_shapes(
         page_orders: byte orders of the pages, by group.
         attention: attention backends, by group.
         kept: what these keep of a token; see `kernels.kept_of`.
+        cuts: how ranks share out states; see `states.cuts_of`.
     """
     groups = transferred_groups(kv_cache_config).values()
     shapes = []
     kept = kept or [""] * len(attention)
-    for group, pages, kernels, each in zip(groups, page_orders, attention, kept, strict=True):
+    cuts = cuts or [()] * len(attention)
+    for group, pages, kernels, each, cut in zip(
+        groups, page_orders, attention, kept, cuts, strict=True
+    ):
         names = own_layers(kv_cache_config, group)
         attention_type, window = _retention(group)
         shapes.append(
@@ -210,6 +216,7 @@ def group_shapes(
                 pages=tuple(pages),
                 uncached=UNSET if caches_prefixes(group.kv_cache_spec) else True,
                 states=states_of(spec for spec in _all_specs(group) if _kind(spec) == "mamba"),
+                cut=cut or UNSET,
                 # Fewer pages than names: some are several names for the same bytes.
                 names=tuple(names) if len(names) == len(pages) else UNSET,
             )

@@ -61,6 +61,7 @@ from omni_connector.vllm_v1.outcomes import JobOutcomes
 from omni_connector.vllm_v1.rank_arena import ArenaPlan, RankArena
 from omni_connector.vllm_v1.rank_weights import AnsweredWeights, ReadWeights
 from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
+from omni_connector.vllm_v1.states import cuts_of
 from omni_connector.vllm_v1.surroundings import Surroundings
 
 if TYPE_CHECKING:
@@ -263,7 +264,8 @@ class OmniWorker:
         attention = attention_of(self._kv_cache_config, self._layers)
         scales = scales_id(self._kv_cache_config, self._layers)
         kept = kept_of(self._kv_cache_config, self._layers)
-        groups = group_shapes(self._kv_cache_config, orders, attention, kept)
+        cuts = cuts_of(self._kv_cache_config, self._layers, self._stage_ranks)
+        groups = group_shapes(self._kv_cache_config, orders, attention, kept, cuts)
         saves, loads = self._threads.saves, self._threads.loads
         bodies: _Bodies = {}
         arena: RankArena | None = None

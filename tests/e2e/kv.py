@@ -169,7 +169,11 @@ def require_same_kv(
                 # Layers have the same names on both sides, whatever groups they are in.
                 theirs = next(g for g in range(len(sender.groups)) if layer in sender.layers(g))
                 if held.is_state(group):
-                    states = sent[rank].state(theirs, layer, num_tokens)
+                    states = sent[rank % len(sent)].state(theirs, layer, num_tokens)
+                    if kv_heads is not None:
+                        by_rank_states = [o.state(theirs, layer, num_tokens) for o in senders]
+                        place = [finder is held for finder in finders].index(True)
+                        states = _channels(by_rank_states, place, len(finders))
                     if not all(map(_same, states, held.state(group, layer, num_tokens))):
                         raise AssertionError(f"{layer}: rank {rank} found another state")
                     continue
@@ -187,6 +191,13 @@ def require_same_kv(
                     _require_same_tokens(copies, ours.between(start, end), num_tokens)
                 except AssertionError as error:
                     raise AssertionError(f"{layer}: rank {rank} found {error}") from None
+
+
+def _channels(by_rank: list[list[torch.Tensor]], place: int, ranks: int) -> list[torch.Tensor]:
+    """What one of `ranks` ranks should have of the state of a short convolution, whose channels
+    are the last dimension, from all the sender's ranks."""
+    whole = (torch.cat(tensors, dim=-1) for tensors in zip(*by_rank, strict=True))
+    return [tensor.chunk(ranks, dim=-1)[place] for tensor in whole]
 
 
 def _alike(by_rank: list[Tokens], num_tokens: int) -> list[Tokens]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from tests.simulation.engines.settings import EngineShape, Policy, Role
-from tests.simulation.features import featured, piped, replicated
+from tests.simulation.features import featured, piped, recut, replicated
 from tests.simulation.hints import hinted, overlong
 from tests.simulation.inputs import varied
 from tests.simulation.operators import operated
@@ -56,6 +56,7 @@ def plan_of(seed: int) -> Plan:
     plan = overlong(plan, random.Random(f"overlong {seed}"))
     plan = varied(plan, random.Random(f"inputs {seed}"))
     plan = replicated(plan, random.Random(f"replicated {seed}"))
+    plan = recut(plan, random.Random(f"states {seed}"))
     plan = replace(featured(plan, random.Random(f"feature {seed}")), native=native)
     plan = piped(plan, random.Random(f"stages {seed}"))
     plan = accelerated(plan, random.Random(f"device {seed}"))

@@ -51,6 +51,9 @@ _WITH_RING: Final = {
 _CHUNKED: Final = {"window": "chunk", "window and full": "chunk and full"}
 
 
+_RECUT_OFTEN: Final = 0.4
+
+
 def featured(plan: Plan, draw: random.Random) -> Plan:
     """The same with a feature, for some of the plans; the plan itself for the others.
 
@@ -113,6 +116,19 @@ def replicated(plan: Plan, draw: random.Random) -> Plan:
     )
     plan = replace(plan, engines=engines)
     return _served_again(plan, draw) if draw.random() < 0.5 else plan
+
+
+def recut(plan: Plan, draw: random.Random) -> Plan:
+    """The same with engines of other numbers of ranks and without hints, for some of the plans
+    whose models have states, which each layer cuts in a way of its own; the plan itself for the
+    others.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    if draw.random() >= _RECUT_OFTEN or not has_states(plan.engines[0].family):
+        return plan
+    return _ranks(_unhinted(plan), draw)
 
 
 def _served_again(plan: Plan, draw: random.Random) -> Plan:
@@ -182,8 +198,6 @@ def _full_pool(plan: Plan, draw: random.Random) -> Plan:
 
 def _ranks(plan: Plan, draw: random.Random) -> Plan:
     """Engines of several sizes hand off to each other."""
-    if has_states(plan.engines[0].family):  # states are not resharded
-        return _apart(plan, draw)
     sizes = draw.choice(((1, 2), (1, 2), (2, 4), (1, 4)))
     number = draw.randrange(2)
     engines = []

@@ -69,7 +69,15 @@ from omni_connector.vllm_v1.worker import OmniWorker
 from tests import inspection
 from tests.simulation import check
 from tests.simulation.engines import lifecycles
-from tests.toy import BLOCK, MAX_LAYERS, SLOT, drafting, kv_cache_config, stage_config
+from tests.toy import (
+    BLOCK,
+    MAX_LAYERS,
+    SLOT,
+    drafting,
+    kv_cache_config,
+    layers_with_states,
+    stage_config,
+)
 from tests.toy_runner import ToyRunner
 
 from .held import Exchangeable, HeldCopier
@@ -229,6 +237,8 @@ class InProcessEngine:
             caching=prefix_caching,
             drafts=drafts,
         )
+        layers = layers_with_states(self.kv_config)
+        self.config.compilation_config.static_forward_context.update(layers)
         if self.kv_config.has_mamba_layers and prefix_caching:
             self.config.cache_config.mamba_cache_mode = "align"
         self.config.parallel_config.tensor_parallel_size = ranks

@@ -29,7 +29,7 @@ def options_of(family, drafts, **options):
 
 def drafting(engine, drafts):
     """Have an engine propose tokens of which some are right; returns it."""
-    right = toy.reference(tuple(k for k in toy.kinds_of(engine.kv_config, 1) if not ahead(k)))
+    right = toy.reference(tuple(k for k in toy.kinds_of(engine.kv_config) if not ahead(k)))
 
     def proposed(token_ids):
         draw, known = random.Random(len(token_ids)), list(token_ids)

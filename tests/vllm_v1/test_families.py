@@ -258,8 +258,8 @@ PAIRS = [(2, 2), (2, 1), (1, 2), (4, 4), (4, 1), (1, 4), (4, 2), (2, 4)]
 
 
 @pytest.mark.parametrize("ranks", PAIRS, ids=lambda pair: f"{pair[0]} to {pair[1]}")
-@pytest.mark.parametrize("family", ["full", "window and full"])
-def test_heads_are_sliced_and_joined(engine, family, ranks):
+@pytest.mark.parametrize("family", ["full", "window and full", "state and full", "all three"])
+def test_heads_and_states_are_sliced_and_joined(engine, family, ranks):
     prefill = engine("kv_producer", family=family, ranks=ranks[0])
     decode = engine("kv_consumer", family=family, ranks=ranks[1])
     for length in LENGTHS:
@@ -270,10 +270,18 @@ def test_heads_are_sliced_and_joined(engine, family, ranks):
 
 
 @pytest.mark.parametrize("ranks", [(2, 2), (2, 1)])
-def test_states_move_between_equal_ranks_and_are_refused_between_others(engine, ranks, log):
+@pytest.mark.parametrize("side", [0, 1])
+def test_states_whose_rule_is_not_known_move_between_equal_ranks_only(
+    engine, ranks, side, log, monkeypatch
+):
     family = "state and full"
-    prefill = engine("kv_producer", family=family, ranks=ranks[0])
-    decode = engine("kv_consumer", family=family, ranks=ranks[1])
+    engines = []
+    for number, role in enumerate(("kv_producer", "kv_consumer")):
+        with monkeypatch.context() as patched:
+            if number == side:
+                patched.setattr("omni_connector.vllm_v1.states._RULES", {})
+            engines.append(engine(role, family=family, ranks=ranks[number]))
+    prefill, decode = engines
     answer = prefill.generate(prompt(70), params=HANDOFF).params
     expected = engine(family=family, ranks=ranks[1]).generate(prompt(70), 6).tokens
     assert decode.generate(prompt(70), 6, params=answer).tokens == expected
@@ -281,7 +289,7 @@ def test_states_move_between_equal_ranks_and_are_refused_between_others(engine, 
         assert decode.count("handoffs_received") == 1
     else:
         assert decode.failures() == {"incompatible_peer": 1}
-        assert "states are not resharded" in log[-1]
+        assert "share out states in a way that is not known" in log[-1]
 
 
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (16, 64), (64, 16)], ids=str)

@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from omni_connector.vllm_v1.compat import tell_hash_block_size
-from tests.toy import GROUPS, drafting, kv_cache_config, write_model
+from tests.toy import GROUPS, drafting, kv_cache_config, layers_with_states, write_model
 
 MODULE: Final = "tests.simulation.engines.connector"
 OTHER: Final = "tests.simulation.engines.other"
@@ -221,6 +221,7 @@ def cache_config(shape: EngineShape, config: VllmConfig) -> tuple[KVCacheConfig,
         states=shape.states,
         drafts=shape.drafts,
     )
+    config.compilation_config.static_forward_context.update(layers_with_states(kv_config))
     if kv_config.has_mamba_layers and shape.caching:
         mode: Any = shape.states
         config.cache_config.mamba_cache_mode = mode

@@ -111,6 +111,15 @@ FEATURES: Final = (
         ),
     ),
     mutant(
+        "any rank's states",
+        "of a peer with other ranks the first channels and heads of a state are read",
+        (
+            "omni_connector.kv.states",
+            "theirs + from_part + piece.source * part.unit_bytes,",
+            "theirs + from_part,",
+        ),
+    ),
+    mutant(
         "one arena for all pipeline stages",
         "ranks of later pipeline stages read the first stage's arenas",
         (
