@@ -233,7 +233,7 @@ def test_engines_of_other_states_hand_nothing_off(engine, states_of_bfloat16, lo
     tokens = decode.generate(TEXT, 6, params=answer).tokens
     assert tokens == reference.generate(TEXT, 6).tokens
     assert decode.failures() == {"incompatible_peer": 1}
-    assert any("3x7 float16" in line and "3x7 bfloat16" in line for line in log)
+    assert any(" float16" in line and " bfloat16" in line for line in log)
     prefill.directory.close(bytes.fromhex(answer["omni_token"]))
 
 
