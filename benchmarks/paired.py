@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a change costs: a benchmark here and at another commit, in turns.
 
-    python benchmarks/paired.py objects HEAD~1 [--rounds 5] [--differ 5] [-- ARGUMENTS]
+    python benchmarks/paired.py [--rounds 5] [--differ 5] objects HEAD~1 [-- ARGUMENTS]
 
 Runs benchmarks/objects.py of this checkout and of a temporary one of that commit, by default with
 `--quick`, and swaps their order in each round, so that both meet the same machine. For every number

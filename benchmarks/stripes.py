@@ -13,16 +13,14 @@ writes results/stripes.md beside this file. The exit status is 1 if other bytes 
 import argparse
 import statistics
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from data_plane import KIB, RESULTS, Memcpy, machine
-from unlike_engines import InPlace
+from unlike_engines import InPlace, fill, load_all
 
 from omni_connector.arena.arena import Arena
 from omni_connector.copy.choice import make_copier
@@ -93,12 +91,7 @@ class Load:
             # Of the copies of all ranks, this one reads its own.
             held = rows.get(rank, np.empty(0, np.int64))
             arena = stack.enter_context(Arena.create(max(1, len(held)), layout.slot_bytes))
-            draw = np.random.default_rng(rank)
-            for row in held.tolist():
-                arena.begin_write(row, 1)
-                arena.slots[row, :size] = draw.integers(0, 256, size, np.uint8)
-                digest = xxhash.xxh3_64_intdigest(arena.slots[row, :size].data)
-                arena.publish(row, 1, b"", size, digest)
+            fill(arena, len(held), size, rank)
             if rank == 0:
                 self._first = arena.slots[0, :size]
             arenas.append((transports.add(arena, f"{rank}"),))
@@ -131,16 +124,7 @@ class Load:
 
     def run(self) -> None:
         """Load all."""
-        work = self._loader.work(1, self._spec, None)(lambda: False)
-        while True:
-            try:
-                waits = next(work)
-            except StopIteration as end:
-                if end.value.failure is not None:
-                    raise SystemExit(f"a load failed: {end.value.failure}") from None
-                return
-            if waits is not True:  # for its arenas, at the first time
-                time.sleep(0.001)
+        load_all(self._loader, self._spec)
 
     def is_right(self) -> bool:
         """Whether the first block holds the first slot."""

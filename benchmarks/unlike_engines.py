@@ -108,6 +108,30 @@ class InPlace:
         return self._arenas[endpoint.address]
 
 
+def fill(arena: Arena, slots: int, size: int, seed: int) -> None:
+    """Publish the first slots of an arena, with `size` random bytes each, in generation 1."""
+    draw = np.random.default_rng(seed)
+    for slot in range(slots):
+        arena.begin_write(slot, 1)
+        content = arena.slots[slot, :size]
+        content[:] = draw.integers(0, 256, size, np.uint8)
+        arena.publish(slot, 1, b"", size, xxhash.xxh3_64_intdigest(content.data))
+
+
+def load_all(loader: Loader, spec: LoadSpec) -> None:
+    """Do a load on this thread."""
+    work = loader.work(1, spec, None)(lambda: False)
+    while True:
+        try:
+            waits = next(work)
+        except StopIteration as end:
+            if end.value.failure is not None:
+                raise SystemExit(f"a load failed: {end.value.failure}") from None
+            return
+        if waits is not True:  # for its arenas, at the first time
+            time.sleep(0.001)
+
+
 def shapes(side: Shape, head_bytes: int) -> list[GroupShape]:
     """The only group, in each stage."""
     page = f"H{HEADS // side.ranks}.N{side.block_size}.C{head_bytes}"
@@ -180,12 +204,7 @@ class Load:
             shape = key.stages[number // scene.peer.ranks][0]
             size = len(shape.pages) * scene.peer.block_size * head_bytes * shape.heads[0]
             arena = stack.enter_context(Arena.create(slots, size))
-            draw = np.random.default_rng(number)
-            for slot in range(slots):
-                arena.begin_write(slot, 1)
-                arena.slots[slot] = draw.integers(0, 256, size, np.uint8)
-                digest = xxhash.xxh3_64_intdigest(arena.slots[slot].data)
-                arena.publish(slot, 1, b"", size, digest)
+            fill(arena, slots, size, number)
             self._content.append(arena.slots)
             arenas.append((transports.add(arena, f"{number}"),))
         peer: Any = transports
@@ -216,16 +235,7 @@ class Load:
 
     def run(self) -> None:
         """Load all."""
-        work = self._loader.work(1, self._spec, None)(lambda: False)
-        while True:
-            try:
-                waits = next(work)
-            except StopIteration as end:
-                if end.value.failure is not None:
-                    raise SystemExit(f"{self.scene.name}: {end.value.failure}") from None
-                return
-            if waits is not True:  # for its arenas, at the first time
-                time.sleep(0.001)
+        load_all(self._loader, self._spec)
 
     def is_right(self) -> bool:
         """Whether the first token's first byte of each layer and head is the peer's."""

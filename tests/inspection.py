@@ -383,6 +383,13 @@ def neighbours(half: "OmniScheduler") -> Any:
     return shared_parts(half)._host._neighbours
 
 
+def meets(half: "OmniScheduler") -> bool:
+    """Look for other engines of the host, and return whether one is met."""
+    found = neighbours(half)
+    found.look()
+    return bool(found.present())
+
+
 def refused_neighbours(half: "OmniScheduler") -> list[str]:
     """Return why other engines of the host were not met."""
     return list(neighbours(half)._why_not.values())

@@ -411,7 +411,7 @@ def _stored(
 
 
 def _named(engine: ThisEngine, shape: GroupShape, hashes: list[bytes]) -> list[bytes]:
-    """Of these hashes of a prompt those that name blocks of a group."""
+    """The hashes of a prompt's tokens that name blocks of a group; none where none is cached."""
     step = shape.block_size // engine.hash_block_size
     return hashes[step - 1 :: step] if shape.is_cached else []
 

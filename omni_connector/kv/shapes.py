@@ -148,7 +148,7 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         return range(first, end)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Entries of the block table of a request with so many tokens."""
+        """Blocks that a request with `num_tokens` tokens has in its block table."""
         if self.attention_type == "ring":
             return min(1, num_tokens)
         return -(-num_tokens // self.block_size)

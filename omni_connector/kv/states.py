@@ -82,7 +82,7 @@ def cut_bytes(cut: StateCut) -> int:
 
 
 def state_units(part: StatePart, ranks: int) -> int | None:
-    """Units of a part that each rank has; None if they cannot be shared out over so many."""
+    """Units of a part that each rank has of `ranks`; None if they cannot be divided evenly."""
     if part.total % ranks and ranks % part.total:
         return None
     return max(1, part.total // ranks)

@@ -43,7 +43,7 @@ def kept_of(kv_cache_config: "KVCacheConfig", layers: Mapping[str, Any]) -> tupl
     """What the kernels of each transferred group keep of a token, as in `keys and values,
     bfloat16`; "" where only like kernels may read it.
 
-    Quantized numbers are among these: what they stand for may depend on the platform.
+    That is so of quantized numbers, too: what they stand for may depend on the platform.
 
     Args:
         layers: the model's layers by name.

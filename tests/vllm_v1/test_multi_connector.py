@@ -45,13 +45,6 @@ def ours(engine):
     return half
 
 
-def meets(half):
-    """Whether the engine of a scheduler half has met another engine."""
-    neighbours = half._shared._host._neighbours
-    neighbours.look()
-    return neighbours.present()
-
-
 def heard(engine):
     """What the sibling's scheduler half was told."""
     children = engine.scheduler.connector.sub_connectors
@@ -72,7 +65,7 @@ def test_a_child_of_multi_connector_hands_off(engine, family):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_in_any_order_prefixes_are_shared(engine, order, ranks):
     first, second = (cached(engine, ranks=ranks, **order) for _ in range(2))
-    wait(lambda: meets(ours(second)))
+    wait(lambda: inspection.meets(ours(second)))
     first.generate(PREFIX)
     expected = engine(ranks=ranks).generate(QUESTION, 20).tokens
     assert second.generate(QUESTION, 20).tokens == expected
@@ -125,7 +118,7 @@ def test_what_others_find_of_a_load_that_fails_in_the_same_step_is_not_kept(engi
     extra = {"share": True, "handoff": False, "admission": "all"}
     options = {"connector": "MultiConnector", "after": [FAILING]}
     first, second = (engine("kv_both", extra=extra, **options) for _ in range(2))
-    wait(lambda: meets(ours(second)))
+    wait(lambda: inspection.meets(ours(second)))
     asked = prompt(3 * BLOCK + 1)
     first.runner.bad_blocks.add(1)
     both = {"do_remote_prefill": True}, None
@@ -147,7 +140,7 @@ def test_a_block_that_another_connector_fails_to_load_instead_of_ours_is_not_kep
     prefill = engine("kv_producer")
     decode = engine("kv_both", extra=extra, connector="MultiConnector", before=[FAILING])
     other = engine("kv_both", extra=extra)
-    wait(lambda: meets(ours(decode)) and meets(other.half))
+    wait(lambda: inspection.meets(ours(decode)) and inspection.meets(other.half))
     asked = prompt(3 * BLOCK + 1)
     params = prefill.generate(asked, params=HANDOFF).params
     request_id = decode.submit(asked, max_tokens=6, params=params)
