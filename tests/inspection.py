@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from omni_connector.arena.slot_index import Ints
     from omni_connector.copy.threads import CopyThread
     from omni_connector.handoff.channel import ControlChannel
+    from omni_connector.handoff.costs import HandoffCosts
     from omni_connector.handoff.leases import Handoff, SlotDirectory
     from omni_connector.handoff.serving import ServingState
     from omni_connector.kv.compatibility import CompatibilityKey
@@ -171,6 +172,30 @@ def hear_refusals(half: "OmniScheduler", heard: Callable[[str, str], object]) ->
 
         receiver._give_up = given_up  # type: ignore[method-assign]
         receiver._job_ended = ended  # type: ignore[method-assign]
+
+
+def refuse_handoffs(
+    half: "OmniScheduler", refuses: Callable[[], bool], told: Callable[[str], object]
+) -> None:
+    """Have a decode engine refuse hand-offs as slower than computing where `refuses` says so,
+    whatever they take; `told` is called with the id of each request."""
+    receiver = half._receiver
+    if receiver is None:
+        return
+    fetch, is_slower = half._fetch, receiver.is_slower
+
+    def fetched(receiver: Any, request: Any, *rest: Any) -> None:
+        def asked(*args: Any) -> bool:
+            if not is_slower(*args):
+                return False
+            told(request.request_id)
+            return True
+
+        receiver.is_slower = asked
+        fetch(receiver, request, *rest)
+
+    receiver._costs.refuses = lambda *_: refuses()  # type: ignore[method-assign]
+    half._fetch = fetched  # type: ignore[method-assign,assignment]
 
 
 def watch_loads(half: "OmniScheduler", ends: "Callable[[Any, str | None], object]") -> None:
@@ -442,6 +467,19 @@ def begin_epoch(half: "OmniScheduler") -> None:
 def receiver(half: "OmniScheduler") -> Any:
     """Return what fetches hand-offs."""
     return half._receiver
+
+
+def handoff_costs(half: "OmniScheduler") -> "HandoffCosts":
+    """Return what an engine knows of the durations of loads and of its own computations."""
+    assert half._receiver is not None
+    return half._receiver._costs
+
+
+def timed(costs: "HandoffCosts", peer: str) -> tuple[dict[int, int], dict[int, int]]:
+    """Return how many loads from a peer, and how many computations, an engine has timed, by class
+    of their lengths."""
+    loads = {size: len(of.seconds) for (whose, size), of in costs._loads.items() if whose == peer}
+    return loads, {size: len(of) for size, of in costs._computing.items()}
 
 
 def periodic_tasks(half: "OmniScheduler") -> Any:

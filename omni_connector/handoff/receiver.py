@@ -27,6 +27,7 @@ from omni_connector.copy.jobs import LoadSpec
 from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError, ProtocolError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.client import Lease, LeaseDeniedError, PendingLease
+from omni_connector.handoff.costs import SLOWER, HandoffCosts
 from omni_connector.handoff.params import (
     BadParamsError,
     RemotePrefill,
@@ -39,6 +40,7 @@ from omni_connector.identity.epochs import WeightsName
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
+from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.stats import LEASE_EXPIRED
 
@@ -83,6 +85,10 @@ _IDLE_S: Final = 0.001
 # next look is 2 to 3 ms away.
 _LINGER_S: Final = 0.001
 
+# Hand-offs for which it is remembered whether they were refused. The requests of one hand-off
+# (n > 1) arrive together.
+_MAX_DECIDED: Final = 1024
+
 
 @dataclass(slots=True)
 class _Load:
@@ -92,6 +98,8 @@ class _Load:
     address: str
     asked_at: float
     answer_by: float = 0.0
+    claim_s: float | None = None  # from the lease request to its answer, where the first was used
+    began: float = 0.0  # when its job was started
     idle_before: float = 0.0  # what `_idle_time` was when the lease request was sent
     # What `_idle_time` was when its lease was found to be old for the first time. Until then it may
     # have waited for something else, such as room in the own arena.
@@ -159,6 +167,27 @@ class HandoffReceiver:
         self._late: list[EngineRequest] = []
         self._idle = 0.0
         self._idle_since: float | None = context.clock()
+        self._costs = HandoffCosts()
+        # By token of a hand-off. All requests of one are answered alike, as a refusal ends it.
+        self._is_slower: BoundedMap[bytes, bool] = BoundedMap(_MAX_DECIDED)
+
+    def is_slower(self, remote: RemotePrefill, num_tokens: int, others: int) -> bool:
+        """Whether a request that arrives is computed here, as its hand-off would take longer. If
+        so, the prefill engine is told that nobody will ask for it.
+
+        Args:
+            num_tokens: of the hand-off.
+            others: requests that this engine has beside it.
+        """
+        slower = self._is_slower.get(remote.token)
+        if slower is None:
+            slower = self._costs.refuses(remote.remote_engine_id, num_tokens, others)
+            self._is_slower[remote.token] = slower
+        if not slower:
+            return False
+        self._stats.fail(SLOWER)
+        self.reject(remote)
+        return True
 
     def add(self, request: EngineRequest, remote: RemotePrefill, prompt: Prompt) -> None:
         """A request has arrived whose prompt was prefilled elsewhere: ask for a lease on its KV."""
@@ -228,6 +257,7 @@ class HandoffReceiver:
             self._give_up(load, "peer_unreachable", "its answers come too late to be used")
             return 0
         load.former, load.lease = load.lease, None
+        load.claim_s = None
         load.asked_at = self._clock()
         self._ask(load)
         return None
@@ -266,7 +296,8 @@ class HandoffReceiver:
                 self._channel.release(load.former)
                 load.former = None
             else:
-                self._stats.time("claim", self._clock() - load.asked_at)
+                load.claim_s = self._clock() - load.asked_at
+                self._stats.time("claim", load.claim_s)
             return True
         if isinstance(error, LeaseDeniedError):
             # Kinds become metric labels, so only known words of the peer do.
@@ -323,6 +354,7 @@ class HandoffReceiver:
         lease = load.lease
         assert lease is not None, "tokens are matched only with a lease"
         spec = self._spec(request.request_id, lease, blocks.get_block_ids(), num_external)
+        load.began = self._clock()
         load.job_id = self._ledger.start(
             spec.blocks, lambda failure: self._job_ended(load, num_external, failure)
         )
@@ -373,13 +405,16 @@ class HandoffReceiver:
         if noted := set(block_ids) - {NULL_BLOCK_ID}:
             self.incomplete.setdefault(request_id, set()).update(noted)
 
-    def build(self, meta: CopyWork, *, computes: bool) -> None:
+    def build(self, meta: CopyWork, *, computes: bool, begun: int | None = None) -> None:
         """Add this step's loads to `meta`.
 
         Args:
-            computes: whether the step computes anything.
+            computes: whether this step, or an earlier one under way, computes anything.
+            begun: tokens that this step computes of prompts that begin with it; None if it computes
+                nothing.
         """
         self._lingers_until = None
+        self._costs.step_begins(self._clock(), begun)
         if computes and self._idle_since is not None:
             self._idle, self._idle_since = self._idle_time(), None
         if self._queued:
@@ -388,8 +423,10 @@ class HandoffReceiver:
 
     def step_ended(self) -> None:
         """The engine has ended a step, and computes nothing until the next."""
+        now = self._clock()
+        self._costs.step_ends(now)
         if self._idle_since is None:
-            self._idle_since = self._clock()
+            self._idle_since = now
 
     def _job_ended(self, load: _Load, num_tokens: int, failure: str | None) -> None:
         load.job_id, load.ended = None, True
@@ -405,6 +442,9 @@ class HandoffReceiver:
         if failure is not None:
             self.incomplete.pop(load.request.request_id, None)
         if failure is None:
+            if load.claim_s is not None:
+                seconds = load.claim_s + self._clock() - load.began
+                self._costs.loaded(load.remote.remote_engine_id, num_tokens, seconds)
             self._stats.count("handoffs_received")
             self._stats.count("tokens_loaded", num_tokens)
             return

@@ -92,6 +92,11 @@ class ServingState:
         return bool(self._requests)
 
     @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    @property
     def phase(self) -> Phase:
         """How far this engine is; see `Service`."""
         if not self.draining:
@@ -172,6 +177,6 @@ class ServingState:
             phase=self.phase,
             role=self._role,
             roles=self._roles,
-            requests=len(self._requests),
+            requests=self.num_requests,
             arrived=self._arrived,
         )

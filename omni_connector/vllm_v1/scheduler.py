@@ -336,13 +336,13 @@ class OmniScheduler:
         if prompt is None:
             receiver.reject(remote)
             raise BadParamsError("prompt_embeds", _NO_TOKENS)
-        if prompt.num_tokens > 0:
-            receiver.add(request, remote, prompt)
-            self._trace.begin(request.request_id, "lease")
-        else:
+        if prompt.num_tokens == 0:
             # No prompt of one token is handed off. vLLM puts one in the place of a prompt that its
             # server has refused.
             receiver.reject(remote)
+        elif not receiver.is_slower(remote, prompt.num_tokens, self._serving.num_requests - 1):
+            receiver.add(request, remote, prompt)
+            self._trace.begin(request.request_id, "lease")
 
     def _prompt(self, request: "Request", num_tokens: int, adapter: str) -> Prompt | None:
         return prompt_of(request, num_tokens, self._hash_block_size, adapter, self._tokens_ahead)
@@ -502,20 +502,22 @@ class OmniScheduler:
             meta.void, self._void = self._void, ([], [])
         if self._sender is not None:
             self._sender.build(meta, scheduler_output, self._manager.get_blocks)
-        self._room.scheduled(scheduler_output.num_scheduled_tokens)
+        scheduled = scheduler_output.num_scheduled_tokens
+        self._room.scheduled(scheduled)
         self._uncache_incomplete()
+        begun = 0  # tokens of prompts that begin with this step
+        for request in scheduler_output.scheduled_new_reqs:
+            tokens = len(request.prompt_token_ids or ())
+            self._report.prompt(tokens, request.num_computed_tokens)
+            begun += scheduled[request.req_id]
         if self._receiver is not None:
-            self._receiver.build(meta, computes=not meta.idle)
+            self._receiver.build(meta, computes=not meta.idle, begun=begun if computes else None)
         if self._shared is not None:
-            scheduled = scheduler_output.num_scheduled_tokens
             self._shared.build(meta)
             if known:  # else nobody may have what is computed
                 self._shared.saves.build(meta, scheduled, self._blocks_of)
         meta.cancel = self._ledger.take_revoked()
-        for request in scheduler_output.scheduled_new_reqs:
-            self._report.prompt(len(request.prompt_token_ids or ()), request.num_computed_tokens)
         if self._trace.is_recording:
-            scheduled = scheduler_output.num_scheduled_tokens
             self._trace.begin_each(scheduled, "prefill", after="queued")
             self._trace.begin_each(scheduled, "decode", after="scheduling")
         return meta

@@ -62,6 +62,7 @@ _HARMLESS: Final = {
     "met_late",
     "hits_lost",
     "hits_nonsense",
+    "refuses",
     "other_often",
     "other_later",
     "files",
@@ -69,7 +70,15 @@ _HARMLESS: Final = {
 }
 
 # What goes wrong without making anything slow.
-_QUICK: Final = {"met_late", "hits_lost", "hits_nonsense", "failing", "garbled", "raising_loads"}
+_QUICK: Final = {
+    "met_late",
+    "hits_lost",
+    "hits_nonsense",
+    "refuses",
+    "failing",
+    "garbled",
+    "raising_loads",
+}
 
 
 class Deployment:
@@ -207,6 +216,12 @@ class Deployment:
             inspection.read_weights(half, functools.partial(engine.runner.digest, rank))
         for half in engine.halves[:1]:
             inspection.hear_refusals(half, self.refusals.heard)
+            if often := self.plan.trouble.get("refuses"):
+                inspection.refuse_handoffs(
+                    half,
+                    functools.partial(self.world.chance, often),
+                    lambda request_id: self.refusals.heard(request_id, ""),
+                )
         self.engines[name] = self._started[name] = engine
 
     def _is_late(self, name: str, owner: str, often: float) -> bool:

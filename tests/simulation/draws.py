@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from tests.simulation.engines.settings import EngineShape, Policy, Role
-from tests.simulation.features import featured, piped, recut, replicated
+from tests.simulation.features import featured, piped, recut, replicated, selective
 from tests.simulation.hints import hinted, overlong
 from tests.simulation.inputs import varied
 from tests.simulation.operators import operated
@@ -62,6 +62,7 @@ def plan_of(seed: int) -> Plan:
     plan = accelerated(plan, random.Random(f"device {seed}"))
     plan = operated(plan, random.Random(f"operators {seed}"))
     plan = trained(plan, random.Random(f"trainers {seed}"))
+    plan = selective(plan, random.Random(f"refuses {seed}"))
     return interrupted(plan, random.Random(f"locks {seed}"))
 
 

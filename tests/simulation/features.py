@@ -33,6 +33,8 @@ _REPLICATED_OFTEN: Final = 0.15
 
 _FAR_OFTEN: Final = 0.15
 
+_SELECTIVE_OFTEN: Final = 0.1
+
 _LONG_ANSWER: Final = 23
 """Tokens of a long answer: more than a block of the largest size, 16."""
 
@@ -129,6 +131,18 @@ def recut(plan: Plan, draw: random.Random) -> Plan:
     if draw.random() >= _RECUT_OFTEN or not has_states(plan.engines[0].family):
         return plan
     return _ranks(_unhinted(plan), draw)
+
+
+def selective(plan: Plan, draw: random.Random) -> Plan:
+    """The same with decode engines that compute prompts although their KV could be loaded, for some
+    of the plans; the plan itself for the others.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    if draw.random() >= _SELECTIVE_OFTEN:
+        return plan
+    return replace(plan, trouble=plan.trouble | {"refuses": draw.choice((0.3, 0.7))})
 
 
 def _served_again(plan: Plan, draw: random.Random) -> Plan:

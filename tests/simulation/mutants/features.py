@@ -353,4 +353,22 @@ FEATURES: Final = (
             "            list(work(lambda: False))\n",
         ),
     ),
+    mutant(
+        "a hand-off that is slower than computing stays",
+        "a decode engine computes a prompt itself, and does not tell the prefill engine",
+        (
+            "omni_connector.handoff.receiver",
+            "        self._stats.fail(SLOWER)\n        self.reject(remote)\n",
+            "        self._stats.fail(SLOWER)\n",
+        ),
+    ),
+    mutant(
+        "a hand-off that is slower than computing is fetched",
+        "a decode engine gives a hand-off up, and asks for it",
+        (
+            "omni_connector.handoff.receiver",
+            "        self.reject(remote)\n        return True\n",
+            "        self.reject(remote)\n        return False\n",
+        ),
+    ),
 )
