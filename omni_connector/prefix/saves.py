@@ -471,7 +471,9 @@ class PrefixSaves:
         filled_at = min(fills_at)
         if kept_tokens < min(computed, filled_at):
             filled_at = _NEVER
-            self._stats.count("answers_cut")
+            if not prompt.cut:  # a reset may have come since
+                prompt.cut = True
+                self._stats.count("answers_cut")
         prompt.fills_at = filled_at + self._tokens_ahead
         return parts
 
