@@ -140,6 +140,7 @@ def _params() -> bytes:
         epoch=EPOCH,
         token=TOKEN,
         num_tokens=40,
+        tokens_ahead=1,
         tp_size=1,
         address=HostPort("10.0.0.1", 14000),
     )

@@ -55,6 +55,11 @@ def learn(scheduler: "OmniScheduler", **fields: Any) -> None:
     scheduler._channel.learn(**fields)
 
 
+def offers_shared(scheduler: "OmniScheduler", request_id: str) -> bool:
+    """Whether what an engine offers to load for a request is a shared prefix, and no hand-off."""
+    return scheduler._shared is not None and scheduler._shared.offers(request_id)
+
+
 def worker_half(connector: "OmniKVConnector") -> "OmniWorker":
     """Return the half of a connector that a worker made."""
     return connector._worker
@@ -276,12 +281,6 @@ def keeps_all(half: "OmniScheduler", group: int) -> bool:
     """Whether a group keeps all tokens."""
     assert half._shared is not None
     return half._shared._groups[group].attention_type == "all"
-
-
-def group_id(half: "OmniScheduler", group: int) -> int:
-    """Return the index of a group among vLLM's."""
-    assert half._shared is not None
-    return half._shared.saves._group_ids[group]
 
 
 def tags_of_blocks(half: "OmniScheduler", group: int, keys: list[bytes]) -> "Tags":

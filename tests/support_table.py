@@ -106,6 +106,30 @@ with other numbers of drafts, and are refused by name) |
 | shared prefixes | no: vLLM moves the state of the accepted tokens into place after the connector \
 has read it |
 
+## A drafter on one side only
+
+A prefill engine may have no drafter where the decode engine has one, or the other way round. `make
+test` shows both with real engines and EAGLE, EAGLE-3, MTP and a draft model, and every page of the
+drafter with vLLM's scheduler and a made-up model.
+
+| | |
+| --- | --- |
+| the decode engine alone drafts | the target's KV is loaded, the drafter's pages are zeroed; at \
+first fewer drafts may be accepted |
+| the prefill engine alone drafts | the drafter's layers are left out; with MTP of k modules the \
+decode engine computes the last k tokens |
+| other tensor-parallel sizes, block sizes and layouts; pipeline stages on the side without a \
+drafter | as between engines without a drafter |
+| vLLM groups the target's layers in another way beside a drafter, so that a group has layers of \
+several groups of the other engine (Gemma 3) | refused by name (`groups that have the layers of \
+group`) |
+| recurrent states | refused by name (`states`): vLLM's have another shape beside drafts |
+| KV scales of the drafter's layers that are not 1 | refused by name (`scales`) |
+| shared prefixes | not between engines with a drafter and engines without; nor of what was loaded \
+without the drafter's KV |
+| weights that change while the engines run | a trainer has to name them: digests of weights in \
+memory include the drafter's |
+
 ## Pipeline parallel
 
 Each rank of each pipeline stage has an arena of its own, which holds the layers of its stage. When

@@ -40,6 +40,7 @@ from vllm.v1.kv_cache_interface import (
 VOCAB: Final = 500
 BLOCK: Final = 16
 LAYERS, HEADS, HEAD_SIZE = 3, 2, 8
+MOST_GROUPS: Final = 4  # of `FAMILIES`
 PAGE: Final = BLOCK * HEADS * 2 * HEAD_SIZE * 2  # K and V, two bytes each
 SLOT: Final = 4096  # LAYERS pages, rounded up
 MAX_LENGTH: Final = 4096
@@ -63,7 +64,7 @@ def write_model(folder: Path, weights: bytes = b"toy") -> Path:
         "model_type": "llama",
         "hidden_size": 2 * HEADS * HEAD_SIZE,
         "intermediate_size": 64,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": LAYERS * MOST_GROUPS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS,
         "head_dim": HEAD_SIZE,
@@ -82,7 +83,7 @@ def write_model(folder: Path, weights: bytes = b"toy") -> Path:
 
 
 WINDOW: Final = 40
-DRAFTER_LAYER: Final = "drafter.layers"
+DRAFTER_LAYER: Final = "mtp.layers"
 CHUNK: Final = 16  # a multiple of each block size, as vLLM takes it to be
 RATIO: Final = 3  # positions that are compressed into one
 # Positions of a ring: those that are being compressed, and the drafts of a step. No block size
@@ -109,8 +110,19 @@ DRAFTED: Final = {
     "full and drafter": ("full", "drafter"),
     "window, full and drafter": ("window", "full", "drafter"),
     "state, full and drafter": ("state", "full", "drafter"),
+    "full with drafter": ("full+drafter",),
+    "window, full with drafter": ("window", "full+drafter"),
 }
-"""The same of models with a drafter that has a KV cache."""
+"""The same of models with a drafter that has a KV cache, in a group of its own or in the last."""
+
+UNDRAFTED: Final = {
+    "full and drafter": "full",
+    "window, full and drafter": "window and full",
+    "state, full and drafter": "state and full",
+    "full with drafter": "full",
+    "window, full with drafter": "window and full",
+}
+"""The same models without the drafter."""
 
 GROUPS: Final = FAMILIES | DRAFTED
 """Those of all models."""
@@ -156,7 +168,7 @@ def kv_cache_config(
         ),
     }
     # As MLA: no heads to share out, each rank keeps all of it.
-    specs["drafter"] = specs["full"]
+    specs["drafter"] = specs["full+drafter"] = specs["full"]
     specs["latent"] = MLAAttentionSpec(
         block_size=block_size, num_kv_heads=1, head_size=4 * HEAD_SIZE, dtype=torch.float16
     )
@@ -186,14 +198,17 @@ def kv_cache_config(
     )
     groups = []
     for g, kind in enumerate(kinds):
-        where = DRAFTER_LAYER if kind == "drafter" else "model.layers"
-        names = [f"{where}.{g * LAYERS + i}.mixer" for i in range(LAYERS)]
+        names = []
+        for number, part in enumerate(kind.split("+"), g):
+            where = DRAFTER_LAYER if part == "drafter" else "model.layers"
+            names += [f"{where}.{number * LAYERS + i}.mixer" for i in range(LAYERS)]
         groups.append(KVCacheGroupSpec(names, specs[kind]))
-        if kind == "drafter" and hasattr(groups[-1], "is_eagle_group"):  # from vLLM 0.31 on
+        if "drafter" in kind and hasattr(groups[-1], "is_eagle_group"):  # from vLLM 0.31 on
             groups[-1].is_eagle_group = True
+    most = max(len(group.layer_names) for group in groups)
     tensors = [
         KVCacheTensor(
-            size=LAYERS * page * num_blocks,
+            size=most * page * num_blocks,
             layers=group.layer_names,
             layer_stride=page * num_blocks,
             block_stride=page,
@@ -258,12 +273,13 @@ def stage_config(config: KVCacheConfig, layers: range) -> KVCacheConfig:
         return [name for name in names if int(name.split(".")[2]) in layers]
 
     groups = [copy.copy(group) for group in config.kv_cache_groups]
+    of_all = max(len(group.layer_names) for group in groups)
     for group in groups:
         group.layer_names = own(group.layer_names)
     most = max(len(group.layer_names) for group in groups)
     tensors = [copy.copy(tensor) for tensor in config.kv_cache_tensors]
     for tensor in tensors:  # the groups are overlaid on the same bytes
-        tensor.size = tensor.size // len(tensor.layers) * most
+        tensor.size = tensor.size // of_all * most
         tensor.layers = own(tensor.layers)
     made = copy.copy(config)
     made.kv_cache_groups = groups
@@ -475,14 +491,17 @@ def reference(kinds: tuple[Kind, ...]) -> Reference:
 
 
 def kinds_of(config: KVCacheConfig) -> tuple[Kind, ...]:
-    """What the model keeps in the groups of an engine, on all ranks together.
+    """What the model keeps in the groups of an engine, on all ranks together; then what its drafter
+    keeps.
 
     Args:
         config: cache groups of one rank.
     """
-    found = []
+    found, drafters = [], []
     for group in config.kv_cache_groups:
-        spec, layers = group.kv_cache_spec, len(group.layer_names)
+        spec = group.kv_cache_spec
+        drafted = sum(name.startswith(DRAFTER_LAYER) for name in group.layer_names)
+        layers = len(group.layer_names) - drafted
         if isinstance(spec, MambaSpec):
             found.append(Kind("state", 1, layers * STATE_BYTES, spec.mamba_cache_mode == "all"))
             continue
@@ -494,7 +513,8 @@ def kinds_of(config: KVCacheConfig) -> tuple[Kind, ...]:
         window = getattr(spec, "sliding_window", None)
         chunk = getattr(spec, "attention_chunk_size", None)
         attention = "window" if window else "chunk" if chunk else "all"
-        if group.layer_names[0].startswith(DRAFTER_LAYER):
-            attention = "ahead"
-        found.append(Kind(attention, window or chunk or 1, layers * heads * content))
-    return tuple(found)
+        if drafted:
+            drafters.append(Kind("ahead", 1, drafted * heads * content))
+        if layers:
+            found.append(Kind(attention, window or chunk or 1, layers * heads * content))
+    return (*found, *drafters)

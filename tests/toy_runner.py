@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import DraftTokenIds
 
 from tests.toy import (
+    DRAFTER_LAYER,
     HEADS,
     MAX_LENGTH,
     RING_BYTES,
@@ -127,21 +128,22 @@ class ToyRunner:
         self._layers = [rank for ranks in layers.values() for rank in ranks]
         # The groups take turns, as they do in hybrid models.
         groups = config.kv_cache_groups[: len(self._kinds)]
-        if len(groups) < len(kinds):
-            self._drafter_layers = list(config.kv_cache_groups[-1].layer_names)
+        if len(self._kinds) < len(kinds):  # its layers are in the last group
+            last = config.kv_cache_groups[-1]
+            self._drafter_layers = [each for each in last.layer_names if _is_drafters(each)]
             caches = [layers[name] for name in self._drafter_layers]
             self._drafter = _Attention(caches, HEADS)
             self._drafter_size = kinds[-1].size
-            self._drafter_block = config.kv_cache_groups[-1].kv_cache_spec.block_size
-        names = [group.layer_names for group in groups]
+            self._drafter_block = last.kv_cache_spec.block_size
+        names = [[n for n in group.layer_names if not _is_drafters(n)] for group in groups]
         self._order = [
             (names[g][number], g, number)
             for number in range(max(map(len, names)))
             for g in range(len(names))
             if number < len(names[g])
         ]
-        for kind, group in zip(self._kinds, groups, strict=True):
-            caches = [layers[name] for name in group.layer_names]
+        for kind, group, own in zip(self._kinds, groups, names, strict=True):
+            caches = [layers[name] for name in own]
             if kind.attention == "state":
                 spec = group.kv_cache_spec
                 assert isinstance(spec, MambaSpec)
@@ -454,6 +456,10 @@ class ToyRunner:
         for cache in self._layers:
             noise = draw.bytes(len(blocks) * math.prod(cache.shape[1:]))
             cache[blocks] = np.frombuffer(noise, np.uint8).reshape(-1, *cache.shape[1:])
+
+
+def _is_drafters(name: str) -> bool:
+    return name.startswith(DRAFTER_LAYER)
 
 
 def _with_embeddings(new: NewRequestData) -> list[int]:

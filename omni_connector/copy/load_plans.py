@@ -52,6 +52,7 @@ class LoadPlan:
     Attributes:
         block_size: tokens of one of the peer's blocks; of states, of one of ours.
         sources: the ranks of the peer that are read. If one is not converted, it is the only one.
+            None where the peer has no layer of the group: then it has no slots of it, either.
     """
 
     block_size: int
@@ -216,8 +217,12 @@ class LoadPlans:
             return LoadPlan(ours.block_size, (LoadSource(arenas, length),))
         alike = source.ranks == self._ranks
         sources: list[LoadSource] = []
-        for source_stage, places in self._places(source, group, stage):
-            theirs = source.stages[source_stage][group]
+        # The slot of a state stands for the block of ours that it fills; see `HandoffReceiver`.
+        block_size = ours.block_size
+        for source_stage, source_group, places in self._places(source, group, stage):
+            theirs = source.stages[source_stage][source_group]
+            if ours.attention_type != "last":
+                block_size = theirs.block_size
             if (alike or ours.replicated) and places is None and same_bytes(theirs, ours):
                 # Of what all ranks hold, ours take turns at the peer's; see `head_sources`.
                 arenas = source.arenas_of(source_stage, rank % source.ranks)
@@ -255,19 +260,19 @@ class LoadPlans:
                 )
                 for of_stage, heads in sorted(by_rank.items())
             ]
-        # The slot of a state stands for the block of ours that it fills; see `HandoffReceiver`.
-        counted = ours if ours.attention_type == "last" else source.groups[group]
-        return LoadPlan(counted.block_size, tuple(sources))
+        return LoadPlan(block_size, tuple(sources))
 
     def _places(
         self, source: CompatibilityKey, group: int, stage: int
-    ) -> list[tuple[int, list[tuple[int, int]] | None]]:
-        """The peer's stages that have layers of ours, each with the places of these layers' pages
-        in its slots and in ours; None where they are all in the same places."""
-        # Where both have the same stages, stage s is read by stage s alone; see `difference`.
+    ) -> list[tuple[int, int, list[tuple[int, int]] | None]]:
+        """The peer's stages that have layers of ours, each with the number of their group there,
+        and the places of these layers' pages in its slots and in ours; None where they are all in
+        the same places. Pages of layers that the peer has not, a drafter's, are left zero."""
+        # Where both have the same layers, stage s is read by stage s alone; see `difference`.
         ours = self._groups[group]
-        same = stage < len(source.stages) and source.stages[stage][group].layers == ours.layers
+        there = source.stages[stage] if stage < len(source.stages) else ()
+        same = group < len(there) and there[group].layers == ours.layers
         found = None if same else LayerPlaces.of(source)
         if found is None:
-            return [(stage, None)]
-        return [(of_stage, places) for of_stage, places in found.read_by(group, ours)]
+            return [(stage, group, None)]
+        return [(each.stage, each.group, each.places) for each in found.read_by(ours)]

@@ -19,6 +19,9 @@ from omni_connector.net.peers import MAX_HOST_CHARS, HostPort, Peers, is_loopbac
 PARAMS_VERSION: Final = 1
 """Version of the keys that begin with `omni_`."""
 
+MAX_TOKENS_AHEAD: Final = 1024
+"""Most tokens that a drafter reads ahead of a position. It bounds a number from outside."""
+
 _Hex = Annotated[
     str, Meta(pattern=r"^[0-9a-f]+\Z", min_length=2 * TOKEN_BYTES, max_length=2 * TOKEN_BYTES)
 ]
@@ -41,6 +44,10 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
         omni_version: version of these keys.
         omni_epoch, omni_token: the prefill engine's epoch and the hand-off's token, in hex.
         omni_package: what a refusal says of the prefill engine; see `net.packets.PACKAGE`.
+        omni_tokens_ahead: tokens after a position that the KV of this position depends on in the
+            prefill engine: its drafter's. As many are left to the decode engine, and at least one.
+            null: as in the decode engine, since versions that do not say so hand off only to
+            engines with the same drafter.
     """
 
     remote_engine_id: Annotated[str, Meta(min_length=1, max_length=512)]
@@ -50,6 +57,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     omni_epoch: _Hex
     omni_token: _Hex
     omni_package: Annotated[str, Meta(max_length=64)] = ""
+    omni_tokens_ahead: Annotated[int, Meta(ge=0, le=MAX_TOKENS_AHEAD)] | None = None
 
     @property
     def epoch(self) -> bytes:
@@ -150,12 +158,14 @@ def handoff_answer(
     epoch: bytes,
     token: bytes,
     num_tokens: int,
+    tokens_ahead: int,
     tp_size: int,
     address: HostPort | None,
 ) -> dict[str, Any]:
     """The prefill answer of a request whose KV is handed off.
 
     Args:
+        tokens_ahead: see `RemotePrefill`.
         address: of our control channel between hosts; None where it has none.
     """
     return {
@@ -172,6 +182,7 @@ def handoff_answer(
         "omni_epoch": epoch.hex(),
         "omni_token": token.hex(),
         "omni_package": PACKAGE,
+        "omni_tokens_ahead": tokens_ahead,
     }
 
 

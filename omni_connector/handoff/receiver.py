@@ -25,7 +25,7 @@ from omni_connector.copy.held_blocks import (
 )
 from omni_connector.copy.jobs import LoadSpec
 from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError, ProtocolError
-from omni_connector.handoff.channel import ControlChannel
+from omni_connector.handoff.channel import MAX_PEERS, ControlChannel
 from omni_connector.handoff.client import Lease, LeaseDeniedError, PendingLease
 from omni_connector.handoff.costs import SLOWER, HandoffCosts
 from omni_connector.handoff.params import (
@@ -170,6 +170,8 @@ class HandoffReceiver:
         self._costs = HandoffCosts()
         # By token of a hand-off. All requests of one are answered alike, as a refusal ends it.
         self._is_slower: BoundedMap[bytes, bool] = BoundedMap(_MAX_DECIDED)
+        # Engines without a drafter that the log has told of.
+        self._without_drafter: BoundedMap[str, None] = BoundedMap(MAX_PEERS)
 
     def is_slower(self, remote: RemotePrefill, num_tokens: int, others: int) -> bool:
         """Whether a request that arrives is computed here, as its hand-off would take longer. If
@@ -343,14 +345,18 @@ class HandoffReceiver:
                 self._channel.release(lease)
         load.lease = load.former = None
 
-    def allocated(self, request: EngineRequest, blocks: RequestBlocks, num_external: int) -> None:
-        """vLLM has allocated blocks for `num_external` tokens of a hand-off; 0: it wants none."""
+    def allocated(self, request: EngineRequest, blocks: RequestBlocks, num_external: int) -> bool:
+        """vLLM has allocated blocks for `num_external` tokens of a hand-off; 0: it wants none.
+
+        Returns:
+            Whether they are loaded without the KV of this engine's drafter.
+        """
         load = self._waiting(request.request_id)
         if load is None:
-            return
+            return False
         if num_external <= 0:
             self._release(load)
-            return
+            return False
         lease = load.lease
         assert lease is not None, "tokens are matched only with a lease"
         spec = self._spec(request.request_id, lease, blocks.get_block_ids(), num_external)
@@ -359,6 +365,20 @@ class HandoffReceiver:
             spec.blocks, lambda failure: self._job_ended(load, num_external, failure)
         )
         self._queued[load.job_id] = spec
+        lacks = lease.handshake_reply.compatibility.lacks_drafter_of(self._compatibility)
+        if lacks:
+            self._tell_of_drafter(load.remote.remote_engine_id)
+        return lacks
+
+    def _tell_of_drafter(self, engine_id: str) -> None:
+        if engine_id not in self._without_drafter:
+            self._without_drafter[engine_id] = None
+            logger.info(
+                "Engine %r has no drafter: prompts that it has prefilled begin here without the "
+                "drafter's KV, so that at first fewer drafts may be accepted. Their blocks are "
+                "shared with no other engine",
+                engine_id,
+            )
 
     def _spec(
         self, request_id: str, lease: Lease, tables: Sequence[Sequence[int]], num_external: int
@@ -368,9 +388,8 @@ class HandoffReceiver:
         blocks: list[tuple[int, Sequence[int]]] = []
         slots: list[tuple[int, Sequence[int]]] = []
         generations: list[int] = []
-        for g, (theirs, ours) in enumerate(
-            zip(peer.groups, self._compatibility.groups, strict=True)
-        ):
+        read_from = peer.groups_read_by(self._compatibility)
+        for g, (source, ours) in enumerate(zip(read_from, self._compatibility.groups, strict=True)):
             table = tables[self._group_ids[g]]
             written = _written(ours, end - num_external, end)
             read = ours.needed(end, end - num_external)
@@ -379,7 +398,12 @@ class HandoffReceiver:
                 raise RuntimeError(f"request {request_id}: vLLM allocated no block of group {g}")
             lead = next((i for i, each in enumerate(block_ids) if each != NULL_BLOCK_ID), 0)
             index = written.start + lead
-            first, refs = lease.granted.first_blocks[g], lease.granted.groups[g]
+            if source is None:  # the peer has none of its layers: its blocks are zeroed
+                blocks.append((index, block_ids[lead:]))
+                slots.append((0, []))
+                continue
+            theirs = peer.groups[source]
+            first, refs = lease.granted.first_blocks[source], lease.granted.groups[source]
             if ours.attention_type == "last":  # by whatever block size each side counts
                 first = index
             else:

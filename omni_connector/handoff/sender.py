@@ -356,6 +356,7 @@ class HandoffSender:
             epoch=self._epoch,
             token=handoff.token,
             num_tokens=handoff.prompt.num_tokens,
+            tokens_ahead=handoff.prompt.tokens_ahead,
             tp_size=self._ranks,
             address=self._address,
         )

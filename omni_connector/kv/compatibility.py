@@ -2,9 +2,9 @@
 """What two engines must agree in before one reads the other's KV cache."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -14,11 +14,12 @@ from omni_connector.kv.shapes import GroupShape, converter, pickled, same_bytes
 from omni_connector.kv.shapes import difference as groups_difference
 from omni_connector.kv.stripes import owning_arenas
 
-# Most ranks of an engine, of all its pipeline stages; most cache groups of a model, and most
-# pipeline stages. They bound messages.
+# Most ranks of an engine, of all its pipeline stages; most cache groups of a model, most pipeline
+# stages, and most layers of a drafter. They bound messages.
 MAX_RANKS: Final = 1024
 MAX_GROUPS: Final = 256
 MAX_STAGES: Final = 256
+MAX_DRAFTER_LAYERS: Final = 1024
 
 Text = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
@@ -60,6 +61,8 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
             `model_id`, where the files are unknown, and until it is made. It is no part of any
             name, because it may come at any time.
         drafter: method, weights and settings of the drafter, if it has a KV cache; else left out.
+        drafter_layers: names of the drafter's layers, which an engine without a drafter has not;
+            left out where there are none, or where they are not known.
         later_stages: the same groups with the layers of each pipeline stage after the first; left
             out where there is one stage.
         stripes: tensor-parallel ranks over which slots are spread; see `kv.stripes`. Left out by
@@ -84,6 +87,9 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
     weights: Text | UnsetType = UNSET
     weight_files: Text | UnsetType = UNSET
     drafter: Text | UnsetType = UNSET
+    drafter_layers: (
+        Annotated[tuple[Text, ...], Meta(min_length=1, max_length=MAX_DRAFTER_LAYERS)] | UnsetType
+    ) = UNSET
     later_stages: (
         Annotated[tuple[Groups, ...], Meta(min_length=1, max_length=MAX_STAGES - 1)] | UnsetType
     ) = UNSET
@@ -104,6 +110,10 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         )
         if twice := [name for name, times in named.items() if times > 1]:
             raise ValueError(f"layer {twice[0]} is in several pipeline stages or groups")
+        if self.drafter_layers and (unknown := set(self.drafter_layers) - named.keys()):
+            raise ValueError(f"the drafter's layer {min(unknown)} is in no group")
+        if self.drafter_layers and self.drafter is UNSET:
+            raise ValueError("layers of a drafter, but no drafter")
         if self.num_stripes > 1 and self.num_stripes != most_stripes(self.stages, self.ranks):
             raise ValueError(f"{self.num_stripes} stripes of {self.ranks} ranks")
 
@@ -137,9 +147,10 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         return pickled(self)
 
     def values(self) -> dict[str, object]:
-        """All fields but groups and stripes, by name; "" for one that is left out."""
+        """All fields but groups, layers and stripes, by name; "" for one that is left out."""
         fields = msgspec.structs.asdict(self)
-        del fields["groups"], fields["later_stages"], fields["stripes"]
+        for name in ("groups", "later_stages", "drafter_layers", "stripes"):
+            del fields[name]
         return {name: "" if value is UNSET else value for name, value in fields.items()}
 
     def of_sharing(self) -> "CompatibilityKey":
@@ -158,6 +169,7 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
             self,
             model=model,
             weight_files=UNSET,
+            drafter_layers=UNSET,
             groups=first,
             later_stages=tuple(later) or UNSET,
             stripes=UNSET,
@@ -167,14 +179,18 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         """Why `reader` cannot read our slots: what differs, with both values; None if it can."""
         ours, theirs = self.values(), reader.values()
         for field in (self._tells_weights(reader), *_BESIDES):
+            if field == "drafter" and self._one_drafts(reader):
+                continue
             if ours[field] != theirs[field]:
                 return field, ours[field], theirs[field]
         if self.num_stripes > 1 and reader.stripes is UNSET:
             return "stripes of slots", self.num_stripes, "not known to this version"
-        if not self.has_stages_of(reader):
+        if self._one_drafts(reader) or not self.has_layers_of(reader):
             places, theirs_placed = LayerPlaces.of(self), LayerPlaces.of(reader)
             if places is not None and theirs_placed is not None:
                 return self._difference_by_layer(reader, places, theirs_placed)
+            if self._one_drafts(reader):  # which layers are the drafter's cannot be told
+                return "drafter", ours["drafter"], theirs["drafter"]
             if len(self.stages) != len(reader.stages):
                 return "pipeline stages", len(self.stages), len(reader.stages)
         for number, groups in enumerate(zip(self.stages, reader.stages, strict=True)):
@@ -187,37 +203,74 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def has_stages_of(self, reader: "CompatibilityKey") -> bool:
-        """Whether both have equally many pipeline stages, with the same layers in each.
-
-        Then stage i is read by stage i alone.
-        """
+        """Whether both spread the model's layers over as many pipeline stages in the same way."""
         if not self.later_stages and not reader.later_stages:
             return True
+        return self.has_layers_of(reader)
+
+    def has_layers_of(self, reader: "CompatibilityKey") -> bool:
+        """Whether both have the same layers in each group of each pipeline stage.
+
+        Then group j of stage i is read by group j of stage i alone.
+        """
         return [[group.layers for group in stage] for stage in self.stages] == [
             [group.layers for group in stage] for stage in reader.stages
         ]
 
+    def groups_read_by(self, reader: "CompatibilityKey") -> tuple[int | None, ...]:
+        """For each group of an engine that can read our slots, the group of ours that it is read
+        from; None for one of which we have no layer: a drafter's."""
+        places = None if self.has_layers_of(reader) else LayerPlaces.of(self)
+        if places is None:
+            return tuple(range(len(reader.groups)))
+        return tuple(
+            places.group_of(name for shape in shapes for name in shape.names or ())
+            for shapes in zip(*reader.stages, strict=True)
+        )
+
+    def lacks_drafter_of(self, reader: "CompatibilityKey") -> bool:
+        """Whether our slots have nothing of the layers of the reader's drafter."""
+        return self.drafter is UNSET and reader.drafter is not UNSET
+
+    def _one_drafts(self, reader: "CompatibilityKey") -> bool:
+        """Whether one of both engines has a drafter, whose layers it names, and the other none."""
+        drafting, other = (self, reader) if reader.drafter is UNSET else (reader, self)
+        return bool(drafting.drafter_layers) and other.drafter is UNSET
+
     def _difference_by_layer(
         self, reader: "CompatibilityKey", ours: "LayerPlaces", theirs: "LayerPlaces"
     ) -> tuple[str, object, object] | None:
-        """The same of engines that have spread their layers differently over pipeline stages."""
-        if len(self.groups) != len(reader.groups):
+        """The same of engines that have other layers in their groups or pipeline stages.
+
+        Layers of a drafter that only one of both has are left out.
+        """
+        if not self._one_drafts(reader) and len(self.groups) != len(reader.groups):
             return groups_difference(
                 self.groups, self.ranks, reader.groups, reader.ranks, self.kv_heads
             )
-        for number in range(len(self.groups)):
-            here, there = set(ours.groups[number]), set(theirs.groups[number])
-            if here != there:
-                only = sorted(here - there)[:4], sorted(there - here)[:4]
+        # Each side's word counts for its own layers only.
+        read = theirs.without(reader.drafter_layers if self.lacks_drafter_of(reader) else UNSET)
+        kept = ours.without(self.drafter_layers if reader.lacks_drafter_of(self) else UNSET)
+        for number in range(len(reader.groups)):
+            there = read.of_group(number)
+            groups = {kept.layers[name].group for name in there & kept.layers.keys()}
+            if len(groups) > 1:
+                return f"groups that have the layers of group {number}", len(groups), 1
+            here = kept.of_group(groups.pop() if groups else number)
+            if not there <= here:
+                only = sorted(here - read.layers.keys())[:4], sorted(there - here)[:4]
                 return f"layers of group {number}", _listed(only[0]), _listed(only[1])
-        for stage, groups in enumerate(reader.stages):
-            for number, target in enumerate(groups):
-                for source_stage, places in ours.read_by(number, target):
-                    source = self.stages[source_stage][number]
-                    found = self._difference_of_layers(reader, source, target, places)
+        for number in range(len(self.groups)):
+            if unread := kept.of_group(number) - read.layers.keys():
+                return f"layers of group {number}", _listed(sorted(unread)[:4]), _listed(())
+        for stage, shapes in enumerate(reader.stages):
+            for number, target in enumerate(shapes):
+                for part in ours.read_by(target):
+                    source = self.stages[part.stage][part.group]
+                    found = self._difference_of_layers(reader, source, target, part.places)
                     if found is not None:
                         field, ours_there, theirs_there = found
-                        where = f"{source_stage} and {stage}, group {number}"
+                        where = f"{part.stage} and {stage}, group {number}"
                         return f"{field}, pipeline stages {where}", ours_there, theirs_there
         return None
 
@@ -245,7 +298,7 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         return (
             self.ranks == reader.ranks
             and self.num_stripes == reader.num_stripes
-            and self.has_stages_of(reader)
+            and self.has_layers_of(reader)
             and all(
                 same_bytes(source, target)
                 for stages in zip(self.stages, reader.stages, strict=True)
@@ -277,39 +330,75 @@ def most_stripes(stages: Sequence[Sequence[GroupShape]], ranks: int) -> int:
     return ranks if all(group.replicated for groups in stages for group in groups) else 1
 
 
+class LayerPlace(NamedTuple):
+    """Where an engine keeps a layer: group, pipeline stage, and place among the pages there."""
+
+    group: int
+    stage: int
+    at: int
+
+
+class LayersRead(NamedTuple):
+    """What a cache group reads of one pipeline stage of another engine.
+
+    Attributes:
+        stage, group: of the other engine.
+        places: for each layer that both have, the places of its page there and here.
+    """
+
+    stage: int
+    group: int
+    places: list[tuple[int, int]]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPlaces:
     """Where an engine keeps its layers.
 
     Attributes:
-        groups: for each group the layers by name: pipeline stage, and place among the pages there.
+        layers: by name.
     """
 
-    groups: tuple[dict[str, tuple[int, int]], ...]
+    layers: dict[str, LayerPlace]
 
     @classmethod
     def of(cls, key: CompatibilityKey) -> "LayerPlaces | None":
         """Those of an engine; None if it does not tell the names of all."""
-        groups: tuple[dict[str, tuple[int, int]], ...] = tuple({} for _ in key.groups)
+        layers: dict[str, LayerPlace] = {}
         for stage, shapes in enumerate(key.stages):
-            for found, shape in zip(groups, shapes, strict=True):
+            for group, shape in enumerate(shapes):
                 if shape.names is UNSET:
                     return None
-                found.update({name: (stage, at) for at, name in enumerate(shape.names)})
-        return cls(groups)
+                for at, name in enumerate(shape.names):
+                    layers[name] = LayerPlace(group, stage, at)
+        return cls(layers)
 
-    def read_by(self, group: int, reader: GroupShape) -> list[tuple[int, list[tuple[int, int]]]]:
-        """What a pipeline stage of another engine reads of a group: our stages, each with pairs of
-        places: of a layer's page here, and there.
+    def without(self, names: Iterable[str] | UnsetType) -> "LayerPlaces":
+        """The same without these layers, where any are named."""
+        left_out = frozenset() if names is UNSET else frozenset(names)
+        return LayerPlaces({n: place for n, place in self.layers.items() if n not in left_out})
+
+    def of_group(self, number: int) -> set[str]:
+        """The names of the layers of a group, in all pipeline stages."""
+        return {name for name, place in self.layers.items() if place.group == number}
+
+    def read_by(self, reader: GroupShape) -> list[LayersRead]:
+        """What a group of another engine reads, by our pipeline stages. Layers that we have not
+        are left out.
 
         Args:
-            reader: the group in that stage.
+            reader: the group, in one pipeline stage.
         """
-        found: dict[int, list[tuple[int, int]]] = {}
-        for at, name in enumerate(reader.names or ()):
-            stage, place = self.groups[group][name]
-            found.setdefault(stage, []).append((place, at))
-        return sorted(found.items())
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for own, name in enumerate(reader.names or ()):
+            place = self.layers.get(name)
+            if place is not None:
+                found.setdefault((place.stage, place.group), []).append((place.at, own))
+        return [LayersRead(stage, group, pairs) for (stage, group), pairs in sorted(found.items())]
+
+    def group_of(self, names: Iterable[str]) -> int | None:
+        """The group that has the first of these layers that there are; None if there are none."""
+        return next((self.layers[name].group for name in names if name in self.layers), None)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -17,7 +17,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.arena.eviction import DEPTHS, depth_of
 from omni_connector.copy.held_blocks import (
     CANCELLED,
     CopyLedger,
@@ -202,8 +201,8 @@ class PrefixSaves:
         self._changes = changes
         self.num_held = 0
         self.waiting: deque[Candidate | SharedPrompt] = deque()
-        # For `Candidate.prompt`, so that waiting blocks of different prompts differ.
-        self._prompt_numbers = cycle(range(256))
+        # Values of `Candidate.prompt`, so that waiting blocks of different prompts differ.
+        self._prompt_numbers = cycle(range(1024))
         self._sent = ExpiringSet[BlockName](_RECENT_S, context.clock)
         # Blocks that have filled and are not considered yet, by group; how many of them are of
         # prompts; the step in which the first of them filled; how often blocks were considered; and
@@ -371,13 +370,17 @@ class PrefixSaves:
             self._put_in_order(prompt)
 
     def _doubt(self, blocks: Sequence[Sequence[EngineBlock]], had: int) -> None:
-        """A connector beside this one loads blocks of a request, from the token `had` on.
+        """A connector beside this one loads blocks of a request, from the token `had` on."""
+        self._doubtful_until = self._step + _LOADED
+        self.loads_over(blocks, had)
+
+    def loads_over(self, blocks: Sequence[Sequence[EngineBlock]], first: int) -> None:
+        """Blocks of a request are loaded from the token `first` on, and not to be kept.
 
         They may have had the same hashes before, and may be entered here with them.
         """
-        self._doubtful_until = self._step + _LOADED
         loaded = [
-            {each.block_id for each in blocks[whose][had // shape.block_size :]}
+            {each.block_id for each in blocks[whose][first // shape.block_size :]}
             for shape, whose in zip(self._groups, self._group_ids, strict=True)
         ]
         for column, ids in zip(self._filled, loaded, strict=True):
@@ -472,9 +475,7 @@ class PrefixSaves:
         filled_at = min(fills_at)
         if kept_tokens < min(computed, filled_at):
             filled_at = _NEVER
-            if not prompt.cut:  # a reset may have come since
-                prompt.cut = True
-                self._stats.count("answers_cut")
+            self._stats.count("answers_cut")
         prompt.fills_at = filled_at + self._tokens_ahead
         return parts
 
@@ -507,8 +508,7 @@ class PrefixSaves:
             self._filled_since = self._step
         if prompt.kept_with != self._considered or not prompt.keeps:
             if not prompt.keeps:
-                found = (prompt.reached or 0) // self._unit
-                prompt.number = next(self._prompt_numbers) * DEPTHS + depth_of(found)
+                prompt.number = next(self._prompt_numbers)
             prompt.keeps += 1 + prompt.hints.keeps_here  # waiting blocks make a second job
             prompt.kept_with = self._considered
         column = self._filled[group]

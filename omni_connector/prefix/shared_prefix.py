@@ -345,6 +345,12 @@ class SharedPrefix:
         prompt = self._prompts.get(request_id)
         if prompt is not None:
             prompt.loads, prompt.offered, prompt.found = False, 0, None
+            self.keep_nothing(request_id)
+
+    def keep_nothing(self, request_id: str) -> None:
+        """Keep nothing of a request from now on."""
+        prompt = self._prompts.get(request_id)
+        if prompt is not None:
             prompt.sent = [_NEVER] * len(self._groups)
 
     def clear(self) -> None:

@@ -85,6 +85,7 @@ from omni_connector.vllm_v1.scheduler_report import SchedulerReport
 from omni_connector.vllm_v1.specs import cached_block_sizes, state_refusal, transferred_groups
 from omni_connector.vllm_v1.startup import local_engines
 from omni_connector.vllm_v1.surroundings import Surroundings
+from omni_connector.vllm_v1.undrafted import DraftedGroup, UndraftedBlocks
 from omni_connector.vllm_v1.worker import OmniWorker
 
 if TYPE_CHECKING:
@@ -294,8 +295,19 @@ class _Assembly:
                 self._context.clock,
             ),
             serving=self._serving,
+            undrafted=UndraftedBlocks(self._drafted_groups()),
             alone=alone,
         )
+
+    def _drafted_groups(self) -> list[DraftedGroup]:
+        """The groups with layers of the drafter."""
+        layers = set(self._ours.drafter_layers or ())
+        by_group = zip(*self._ours.stages, strict=True)
+        return [
+            DraftedGroup(number, stages[0].block_size, self._hash_block_size)
+            for number, stages in zip(self._group_ids, by_group, strict=True)
+            if not layers.isdisjoint(name for shape in stages for name in shape.names or ())
+        ]
 
     def _new_directory(self) -> SlotDirectory:
         if len(self._arenas) != self._ours.num_arenas:

@@ -2,10 +2,12 @@
 """The drafter of an engine that decodes speculatively, and the KV cache that it may have.
 
 A drafter with a KV cache (EAGLE, MTP, a draft model) has layers of its own in vLLM's cache groups,
-so that its KV is saved and loaded with the target's. Both engines must have the same drafter then.
+so that its KV is saved and loaded with the target's. If both engines of a hand-off have a drafter,
+it must be the same. An engine without one has none of these layers.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import UNSET, UnsetType
@@ -21,6 +23,30 @@ _WITHOUT_KV: Final = frozenset({"mlp_speculator", "medusa", "ngram", "ngram_gpu"
 # What they write to the KV cache of a position depends on tokens up to that position, or on
 # `tokens_ahead` tokens after it. Of other drafters (DFlash, DSpark) this is not known here.
 _WITH_KV: Final = frozenset({"draft_model", "eagle", "eagle3", "mtp"})
+
+
+# vLLM's names of a drafter's layers: of a draft model, and of MTP in models that count its layers
+# from 0. EAGLE and the other models with MTP count on behind the target's last layer.
+_OF_DRAFTER: Final = re.compile(r"draft_model\.|(?:.*\.)?mtp(?:_layers)?\.")
+_NUMBER: Final = re.compile(r"\blayers\.([0-9]+)\.")
+
+
+def layers_of_drafter(vllm_config: "VllmConfig", names: Iterable[str]) -> tuple[str, ...]:
+    """The layers of a drafter among layers with a KV cache, sorted; none where there is no drafter
+    with KV, or if its layers have other names than are known.
+
+    Args:
+        names: of vLLM's layers.
+    """
+    if not drafts_with_kv(vllm_config):
+        return ()
+    behind = vllm_config.model_config.get_total_num_hidden_layers()
+
+    def is_drafters(name: str) -> bool:
+        number = _NUMBER.search(name)
+        return bool(_OF_DRAFTER.match(name)) or (number is not None and int(number[1]) >= behind)
+
+    return tuple(sorted(filter(is_drafters, names)))
 
 
 def require_supported_drafter(vllm_config: "VllmConfig") -> None:

@@ -23,7 +23,7 @@ from omni_connector.identity.weight_files import (
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.numerics import digest, numerics_of
 from omni_connector.plugin import require_supported_vllm
-from omni_connector.vllm_v1.drafter import drafter_id
+from omni_connector.vllm_v1.drafter import drafter_id, layers_of_drafter
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ def compatibility(
     stages = [workers[first : first + ranks] for first in range(0, len(workers), ranks)]
     scales = [scales_of_engine([each.scales for each in stage]) for stage in stages]
     groups = [stage[0].groups for stage in stages]
+    names = (name for stage in groups for group in stage for name in group.names or ())
+    drafters = layers_of_drafter(vllm_config, names) if drafter else ()
     return CompatibilityKey(
         model=config.model_id or f"{model.model}@{model.revision or 'default'}",
         dtype=str(model.dtype),
@@ -82,6 +84,7 @@ def compatibility(
         numerics=numerics_of(vllm_config),
         weights=weights or UNSET,
         drafter=drafter,
+        drafter_layers=drafters or UNSET,
         integrity=config.integrity,
         kv_heads=model.get_total_num_kv_heads(),
         ranks=ranks,

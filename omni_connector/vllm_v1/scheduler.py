@@ -62,6 +62,7 @@ from omni_connector.vllm_v1.older_runners import tells_failure
 from omni_connector.vllm_v1.requests import drop_unusable, prompt_of, recompute, take_hints
 from omni_connector.vllm_v1.scheduler_report import SchedulerReport
 from omni_connector.vllm_v1.specs import attends_to_all, fails_by_block, state_block_size
+from omni_connector.vllm_v1.undrafted import UndraftedBlocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,6 +79,7 @@ _ASK_AGAIN: Final = (None, False)
 _UNKNOWN: Final = "it is not known yet which weights this engine has"
 
 _STATE_BOUNDARY: Final = "a block with a state ends within the last tokens, before which vLLM stops"
+_NO_DRAFTER_KV: Final = "some of its blocks came from an engine without the drafter"
 _NO_TOKENS: Final = "its prompt is given as embeddings, and the drafter reads tokens"
 
 
@@ -106,6 +108,7 @@ class OmniScheduler:
         calls: answers what is asked through vLLM.
         report: tells vLLM and the status file what was counted; closed with this.
         serving: which hand-offs this engine takes part in now.
+        undrafted: which blocks lack the drafter's KV.
         alone: whether no other connector beside this one sees the requests.
     """
 
@@ -130,6 +133,7 @@ class OmniScheduler:
         calls: ControlCalls,
         report: SchedulerReport,
         serving: ServingState,
+        undrafted: UndraftedBlocks,
         alone: bool,
     ) -> None:
         self._trace = context.trace
@@ -154,6 +158,7 @@ class OmniScheduler:
         self.answer_call = calls.answer
         self._report = report
         self._serving = serving
+        self._undrafted = undrafted
         serving.busy = self._busy
         self._alone = alone
         self._adapters = AdapterContents(context, num_workers(vllm_config))
@@ -323,7 +328,10 @@ class OmniScheduler:
             self._stats.fail(refusal)
             receiver.reject(remote)  # the prefill engine need not keep it
             return
-        num_tokens = max(0, request.num_prompt_tokens - self._tokens_left)
+        # What the KV there depends on, whether or not this engine has the same drafter.
+        ahead = remote.omni_tokens_ahead
+        ahead = self._tokens_ahead if ahead is None else ahead
+        num_tokens = max(0, request.num_prompt_tokens - max(1, ahead))
         if not goes_on_after(
             num_tokens,
             request.num_prompt_tokens,
@@ -332,7 +340,7 @@ class OmniScheduler:
         ):
             receiver.reject(remote)
             raise BadParamsError("state_boundary", _STATE_BOUNDARY)
-        prompt = self._prompt(request, num_tokens, adapter)
+        prompt = self._prompt(request, num_tokens, adapter, ahead)
         if prompt is None:
             receiver.reject(remote)
             raise BadParamsError("prompt_embeds", _NO_TOKENS)
@@ -344,8 +352,10 @@ class OmniScheduler:
             receiver.add(request, remote, prompt)
             self._trace.begin(request.request_id, "lease")
 
-    def _prompt(self, request: "Request", num_tokens: int, adapter: str) -> Prompt | None:
-        return prompt_of(request, num_tokens, self._hash_block_size, adapter, self._tokens_ahead)
+    def _prompt(
+        self, request: "Request", num_tokens: int, adapter: str, ahead: int
+    ) -> Prompt | None:
+        return prompt_of(request, num_tokens, self._hash_block_size, adapter, ahead)
 
     def _offer(
         self,
@@ -359,7 +369,7 @@ class OmniScheduler:
         truncated = params.get(TRUNCATED) is True and request.max_tokens == 1
         num_tokens = request.num_prompt_tokens - (0 if truncated else self._tokens_left)
         num_tokens = max(0, num_tokens)
-        prompt = self._prompt(request, num_tokens, adapter)
+        prompt = self._prompt(request, num_tokens, adapter, self._tokens_ahead)
         if prompt is None:
             self._stats.fail("prompt_embeds")
             logger.warning(
@@ -412,6 +422,7 @@ class OmniScheduler:
         if refusals is not None:
             self._begin(request, refusals)
             return _ASK_AGAIN  # it may be shorter now, so vLLM has to look at it anew
+        self._undrafted.asked(request.request_id, num_computed_tokens)
         matched: int | None = 0
         if request.kv_transfer_params:
             request_id = request.request_id
@@ -447,16 +458,33 @@ class OmniScheduler:
         """Blocks were allocated; `num_external` of their tokens are ours to load."""
         shared = self._shared
         from_store = shared is not None and shared.offers(request.request_id)
+        lacks_drafter = False
         if num_external > 0:
             self._room.begins(request)
         if self._receiver is not None and request.kv_transfer_params:
-            self._receiver.allocated(request, blocks, 0 if from_store else num_external)
+            lacks_drafter = self._receiver.allocated(
+                request, blocks, 0 if from_store else num_external
+            )
             phase = "load" if num_external > 0 and not from_store else "scheduling"
             self._trace.begin(request.request_id, phase, after="room")
         if shared is not None:
             if num_external > 0 and not from_store:
                 shared.not_asked(request.request_id, None)  # these tokens are ours
             shared.allocated(request, blocks.get_block_ids, num_external if from_store else 0)
+        if lacks_drafter:
+            first = self._undrafted.loaded(request, blocks.blocks, num_external)
+            if shared is not None:
+                shared.saves.loads_over(blocks.blocks, first)
+        # Beside other connectors `blocks` are none unless we load some.
+        if self._undrafted.has(request, self._blocks_of):
+            self._give_to_nobody(request.request_id)
+
+    def _give_to_nobody(self, request_id: str) -> None:
+        """A request has blocks that lack the drafter's KV, which others would expect there."""
+        if self._shared is not None:
+            self._shared.keep_nothing(request_id)
+        if self._sender is not None:
+            self._sender.refuse(request_id, "no_drafter_kv", _NO_DRAFTER_KV)
 
     def hit_sources(self, request: "Request", tokens: int) -> dict[Any, int]:
         """See `KVConnectorBase_V1`."""
@@ -508,7 +536,7 @@ class OmniScheduler:
         begun = 0  # tokens of prompts that begin with this step
         for request in scheduler_output.scheduled_new_reqs:
             tokens = len(request.prompt_token_ids or ())
-            self._report.prompt(request.req_id, tokens, request.num_computed_tokens)
+            self._report.prompt(tokens, request.num_computed_tokens)
             begun += scheduled[request.req_id]
         if self._receiver is not None:
             self._receiver.build(meta, computes=not meta.idle, begun=begun if computes else None)
@@ -586,7 +614,6 @@ class OmniScheduler:
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""
         self._follow_weights()
-        self._report.ends(request.request_id)
         self._room.ends(request.request_id)
         self._adapters.goes_on(request.request_id)
         not_begun = self._not_begun.pop(request.request_id, None) is not None
@@ -596,6 +623,7 @@ class OmniScheduler:
         if self._shared is not None:
             blocks_of = self._blocks_of if self._weights.known else None
             self._shared.finish(request.request_id, blocks_of)
+        self._undrafted.finish(request.request_id, self._blocks_of)
         answer: dict[str, Any] | None = None
         if request.kv_transfer_params:
             if self._receiver is not None:

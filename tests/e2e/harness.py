@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hand-offs between two real engines, and what these tests ask of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -150,6 +150,7 @@ class Pair:
         start: int = 0,
         kv_heads: int | None = None,
         other_stages: bool = False,
+        zeroed: Collection[str] = (),
     ) -> None:
         """The latest request found, at its first step, what the prefill engine had computed."""
         sent, found = self.prefill_probe.read("prefilled"), self.decode_probe.read("first")
@@ -162,6 +163,7 @@ class Pair:
             start=start,
             kv_heads=kv_heads,
             other_stages=other_stages,
+            zeroed=zeroed,
         )
 
     def count(self, engine: Engine, counter: str, **labels: str) -> float:

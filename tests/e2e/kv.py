@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the KV that a request found on the decode engine with what the prefill engine holds."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,7 @@ def require_same_kv(
     start: int = 0,
     kv_heads: int | None = None,
     other_stages: bool = False,
+    zeroed: Collection[str] = (),
 ) -> None:
     """Raise AssertionError unless every rank that received found exactly the sender's bytes.
 
@@ -157,11 +159,17 @@ def require_same_kv(
         start: tokens that were not, as the decode engine had them.
         kv_heads: of the model, where the two sides have different numbers of ranks.
         other_stages: whether the two sides have different pipeline stages.
+        zeroed: layers that the sender lacks, of which zeros are to be found.
     """
     for rank, held in enumerate(found):
         sender = sent[0 if kv_heads is not None or other_stages else rank]
         for group in range(len(held.groups)):
             for layer in held.layers(group):
+                if layer in zeroed:
+                    lacking = held.tokens(group, layer).between(start, num_tokens)
+                    if not lacking.places.numel() or _bytes(lacking.rows).any():
+                        raise AssertionError(f"{layer}: rank {rank} found bytes of nobody")
+                    continue
                 # The tensor-parallel ranks of the stage that has the layer, on both sides.
                 senders, finders = ([o for o in side if o.has(layer)] for side in (sent, found))
                 if other_stages:

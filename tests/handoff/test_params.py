@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_connector.handoff.params import (
+    MAX_TOKENS_AHEAD,
     PARAMS_VERSION,
     BadParamsError,
     RemotePrefill,
@@ -33,6 +34,7 @@ def answer(**changes: Any) -> dict[str, Any]:
         epoch=EPOCH,
         token=TOKEN,
         num_tokens=33,
+        tokens_ahead=0,
         tp_size=2,
         address=None,
     )
@@ -71,7 +73,13 @@ def test_an_answer_has_the_keys_that_routers_made_for_nixl_forward() -> None:
         "omni_epoch": EPOCH.hex(),
         "omni_token": TOKEN.hex(),
         "omni_package": PACKAGE,
+        "omni_tokens_ahead": 0,
     }
+
+
+def test_an_answer_of_a_version_that_says_nothing_of_drafters_is_understood() -> None:
+    assert parse_remote_prefill(answer()).omni_tokens_ahead == 0
+    assert parse_remote_prefill(answer(omni_tokens_ahead=MISSING)).omni_tokens_ahead is None
 
 
 def test_the_answer_without_handoff_asks_for_nothing() -> None:
@@ -131,6 +139,9 @@ def test_params_of_another_connector_are_foreign() -> None:
     [
         ("do_remote_prefill", "true"),
         ("do_remote_prefill", 1),
+        ("omni_tokens_ahead", -1),
+        ("omni_tokens_ahead", MAX_TOKENS_AHEAD + 1),
+        ("omni_tokens_ahead", "1"),
         ("remote_engine_id", MISSING),
         ("remote_engine_id", None),
         ("remote_engine_id", ""),
@@ -219,6 +230,7 @@ def test_an_answer_says_where_its_engine_listens() -> None:
         epoch=EPOCH,
         token=TOKEN,
         num_tokens=33,
+        tokens_ahead=0,
         tp_size=1,
         address=HostPort("fd00::1", 5600),
     )

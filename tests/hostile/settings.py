@@ -41,6 +41,7 @@ PARAMS: list[dict[str, Any]] = [
             epoch=bytes(range(16)),
             token=b"\xff" * 16,
             num_tokens=33,
+            tokens_ahead=0,
             tp_size=2,
             address=address,
         )

@@ -78,7 +78,7 @@ def test_what_is_left_out_is_told_as_an_empty_text() -> None:
     values = ORDINARY.values()
     assert values["numerics"] == ""
     assert "groups" not in values
-    others = {"groups", "later_stages", "stripes"}
+    others = {"groups", "later_stages", "drafter_layers", "stripes"}
     assert set(values) | others == set(CompatibilityKey.__struct_fields__)
 
 

@@ -6,7 +6,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 from tests.simulation.engines.settings import EngineShape, Policy, Role
-from tests.simulation.features import featured, piped, recut, replicated, selective
+from tests.simulation.features import (
+    featured,
+    one_sided,
+    piped,
+    recut,
+    replicated,
+    selective,
+)
 from tests.simulation.hints import hinted, overlong
 from tests.simulation.inputs import varied
 from tests.simulation.operators import operated
@@ -58,6 +65,7 @@ def plan_of(seed: int) -> Plan:
     plan = replicated(plan, random.Random(f"replicated {seed}"))
     plan = recut(plan, random.Random(f"states {seed}"))
     plan = replace(featured(plan, random.Random(f"feature {seed}")), native=native)
+    plan = one_sided(plan, random.Random(f"drafter {seed}"))
     plan = piped(plan, random.Random(f"stages {seed}"))
     plan = accelerated(plan, random.Random(f"device {seed}"))
     plan = operated(plan, random.Random(f"operators {seed}"))

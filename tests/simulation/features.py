@@ -23,7 +23,7 @@ from tests.simulation.plan import (
     has_states,
 )
 from tests.simulation.scenes import hand_off, serve
-from tests.toy import LAYERS
+from tests.toy import LAYERS, UNDRAFTED
 
 _OFTEN: Final = 0.2
 
@@ -43,6 +43,14 @@ _WITH_DRAFTER: Final = {
     "window and full": "window, full and drafter",
     "state and full": "state, full and drafter",
 }
+
+# The same with the drafter's layers in a group of the model.
+_JOINED: Final = {
+    "full and drafter": "full with drafter",
+    "window, full and drafter": "window, full with drafter",
+}
+
+_ONE_SIDED_OFTEN: Final = 0.04
 
 _WITH_RING: Final = {
     "full": "ring and full",
@@ -143,6 +151,76 @@ def selective(plan: Plan, draw: random.Random) -> Plan:
     if draw.random() >= _SELECTIVE_OFTEN:
         return plan
     return replace(plan, trouble=plan.trouble | {"refuses": draw.choice((0.3, 0.7))})
+
+
+def one_sided(plan: Plan, draw: random.Random) -> Plan:
+    """The same with a drafter on some of the engines only, for half of the plans whose engines have
+    one with KV, and for some of the others; the plan itself for the rest.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    if plan.engines[0].drafter:
+        if draw.random() < 0.5:
+            return plan
+    elif draw.random() >= _ONE_SIDED_OFTEN or not _may_draft(plan):
+        return plan
+    else:
+        plan = _drafters(_unshared(plan) if has_states(plan.engines[0].family) else plan, draw)
+    family = plan.engines[0].family
+    # Slots are as large as the pages of one group are with small blocks.
+    small = all(each.block_size <= 8 for each in plan.engines)
+    joined = _JOINED.get(family, family) if small and draw.random() < 0.5 else family
+    first = draw.choice([each.name for each in plan.engines if each.role != "kv_consumer"])
+    alone = draw.random() < 0.7
+    without = {each.name for each in plan.engines if each.name == first or draw.random() < 0.5}
+    if alone or len(without) == len(plan.engines):
+        without = {first}
+    engines = tuple(
+        replace(each, family=UNDRAFTED[family], drafter="", drafts=0)
+        if each.name in without
+        else replace(each, family=joined)
+        for each in plan.engines
+    )
+    plan = replace(plan, engines=engines)
+    if has_states(family) or draw.random() < 0.4:
+        return plan
+    return _handed_and_shared(plan, first, draw)
+
+
+def _may_draft(plan: Plan) -> bool:
+    """Whether the engines of a plan can have a drafter with KV beside all else that they do."""
+    return plan.engines[0].family in _WITH_DRAFTER and not (
+        any(each.drafts or each.beside or each.role is None for each in plan.engines)
+        or any(event.what == "converse" or event.how.get("session") for event in plan.events)
+    )
+
+
+def _handed_and_shared(plan: Plan, prefill: str, draw: random.Random) -> Plan:
+    """Prompts are handed off by one engine, and asked for at others that share, which find what
+    their own caches have evicted in arenas."""
+    engines = tuple(
+        replace(
+            each,
+            hosts=True,
+            caching=True,
+            step_s=0.0,
+            slots=max(each.slots, 40 * groups_of(each.family)),
+            blocks=blocks_of(each.family, each.block_size, 2),
+        )
+        for each in plan.engines
+    )
+    decodes = [each.name for each in engines if each.role != "kv_producer" and each.name != prefill]
+    drafting = [each.name for each in engines if each.drafter]
+    happens: list[tuple[int, str, dict[str, Any]]] = []
+    for _ in range(2):
+        for family in draw.sample(range(3), 3):
+            how = hand_off(prefill, draw.choice(decodes), (family, draw.choice((33, 37))))
+            happens.append((draw.choice((100, 300)), "hand_off", how))
+            prompt = draw.randrange(3), draw.choice((33, 37))
+            happens.append((draw.choice((100, 300)), "serve", serve(draw.choice(drafting), prompt)))
+    events = tuple(Event(what, how, acts, i) for i, (acts, what, how) in enumerate(happens))
+    return replace(plan, engines=engines, events=events, trouble={})
 
 
 def _served_again(plan: Plan, draw: random.Random) -> Plan:

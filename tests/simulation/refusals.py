@@ -109,6 +109,7 @@ class Refusals:
         if (
             handed.excused
             or kind in _ALWAYS
+            or (kind == "no_drafter_kv" and self._world.without_drafter)
             or (kind in _WAITED and waited > _WAITED_S)
             or (kind == "unknown_token" and (handed.used or waited > HANDOFF_TTL_S / 2))
             or self._happened((engine, handed.prefill), handed.since)

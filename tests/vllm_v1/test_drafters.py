@@ -93,15 +93,6 @@ def test_a_shortened_prompt_is_answered_with_the_token_that_follows(engine):
     assert prefill.generate(tokens, 1, HANDOFF).tokens == [tokens[-1]]
 
 
-def test_an_engine_without_the_drafter_is_refused_by_name(engine):
-    prefill = engine("kv_producer", family="full and drafter", drafter="mtp", drafts=1)
-    decode = engine("kv_consumer", family="full and drafter")
-    tokens = prompt(30)
-    params = prefill.generate(tokens, 1, HANDOFF).params
-    decode.generate(tokens, 3, params)
-    assert decode.failures() == {"incompatible_peer": 1}
-
-
 @pytest.mark.parametrize("drafter", ["ngram", "mtp", "modules"])
 def test_tokens_ahead_are_those_that_the_drafter_reads(engine, drafter):
     family = "full" if drafter == "ngram" else "full and drafter"

@@ -181,10 +181,11 @@ def test_layers_that_are_swapped_are_noticed_by_these_tests(engine, monkeypatch,
     """Pages of two layers are of one size, and the checksum of their slot is right."""
     read_by = compatibility.LayerPlaces.read_by
 
-    def swapped(places, group, reader):
-        [(stage, pairs)] = read_by(places, group, reader)
-        turned = [at for at, _ in pairs[::-1]]
-        return [(stage, [(at, own) for at, (_, own) in zip(turned, pairs, strict=True)])]
+    def swapped(places, reader):
+        [part] = read_by(places, reader)
+        turned = [at for at, _ in part.places[::-1]]
+        pairs = [(at, own) for at, (_, own) in zip(turned, part.places, strict=True)]
+        return [part._replace(places=pairs)]
 
     prefill, decode = engine("kv_producer"), engine("kv_consumer", stages=(1,))
     asked = prompt(100)

@@ -161,8 +161,8 @@ class SimulatedEngine(Actor):
             log_stats=True,
         )
         self.loaded: dict[str, int] = {}  # tokens, by request
-        if shape.drafter and self.workers:
-            self._note_loads(self.scheduler.connector)
+        # By request, the first token of its last load, and whether that has the drafter's KV.
+        self.loads: dict[str, tuple[int, bool]] = {}
         self._preempt = self.scheduler._preempt_request
         self.scheduler._preempt_request = self._preempt_request
         if shape.zeroes:
@@ -174,6 +174,10 @@ class SimulatedEngine(Actor):
                     for rank, each in enumerate(self.workers)
                 }
             )
+        if not shape.drafter:
+            world.without_drafter.add(shape.name)
+        elif self.workers:
+            self._note_loads(self.scheduler.connector)
         self._lifecycle = LIFECYCLES[shape.runner] if self.workers else alone
         self._aggregator = KVOutputAggregator(len(configs))
         hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
@@ -194,12 +198,28 @@ class SimulatedEngine(Actor):
         world.add(self)
 
     def _note_loads(self, connector: Any) -> None:
-        allocated = connector.update_state_after_alloc
+        allocated, matched = (
+            connector.update_state_after_alloc,
+            connector.get_num_new_matched_tokens,
+        )
+        cached: dict[str, int] = {}
+
+        def asked(request: Request, num_computed: int) -> Any:
+            cached[request.request_id] = num_computed
+            return matched(request, num_computed)
 
         def noted(request: Request, blocks: Any, num_external_tokens: int) -> None:
             self.loaded[request.request_id] = num_external_tokens
+            if num_external_tokens:
+                shared = inspection.offers_shared(self.halves[0], request.request_id)
+                prefill = (request.kv_transfer_params or {}).get("remote_engine_id")
+                whole = shared or prefill not in self.world.without_drafter
+                self.loads[request.request_id] = cached[request.request_id], whole
+            elif not request.num_computed_tokens:  # else that is what was loaded
+                self.loads.pop(request.request_id, None)
             allocated(request, blocks, num_external_tokens)
 
+        connector.get_num_new_matched_tokens = asked
         connector.update_state_after_alloc = noted
 
     # What comes in
@@ -610,8 +630,14 @@ class _CheckedRunner(ToyRunner):
 
     def drafter_differs(self, request_id: str, position: int, computed: int, found: bytes) -> None:
         """vLLM's own cache gives a request blocks whose last positions depend on what followed them
-        in another request. What it has given so may come from anywhere then."""
+        in another request. What it has given so may come from anywhere then. And an engine without
+        the drafter hands off zeros in the place of the drafter's KV, which vLLM's own cache keeps;
+        but no other engine hands some off, nor does any share some."""
         shape = self._engine.shape
+        first, whole = self._engine.loads.get(request_id, (computed, True))
+        zeros = self._engine.world.without_drafter and not any(found)
+        if zeros and (position < first or not whole):
+            return
         local = computed - self._engine.loaded.get(request_id, 0)
         at_end = shape.block_size - position % shape.block_size <= self.tokens_ahead
         if not self.judged or (at_end and position < local):

@@ -183,8 +183,8 @@ FEATURES: Final = (
         "of a peer with other pipeline stages, a stage with as many layers is read as ours",
         (
             "omni_connector.copy.load_plans",
-            "source.stages[stage][group].layers == ours.layers",
-            "len(source.stages[stage][group].pages) == len(ours.pages)",
+            "there[group].layers == ours.layers",
+            "len(there[group].pages) == len(ours.pages)",
         ),
     ),
     mutant(
@@ -192,8 +192,8 @@ FEATURES: Final = (
         "layers that the peer keeps in further pipeline stages are left out",
         (
             "omni_connector.copy.load_plans",
-            "for of_stage, places in found.read_by(group, ours)]\n",
-            "for of_stage, places in found.read_by(group, ours)[:1]]\n",
+            "for each in found.read_by(ours)]\n",
+            "for each in found.read_by(ours)[:1]]\n",
         ),
     ),
     mutant(
@@ -294,6 +294,52 @@ FEATURES: Final = (
             "omni_connector.handoff.truncation",
             "    if drafts and request.sampling_params is not None:\n",
             "    if False:\n",
+        ),
+    ),
+    mutant(
+        "blocks without the drafter's KV are shared",
+        "an engine shares blocks that it has loaded from an engine without its drafter",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "        if self._undrafted.has(request, self._blocks_of):\n",
+            "        if False:\n",
+        ),
+    ),
+    mutant(
+        "what vLLM's cache has is whole",
+        "blocks without the drafter's KV are shared by requests that find them in vLLM's cache",
+        (
+            "omni_connector.vllm_v1.undrafted",
+            "            if block.block_hash == name:\n",
+            "            if False:\n",
+        ),
+    ),
+    mutant(
+        "the drafter's pages are left as they were",
+        "where the prefill engine has no drafter, its pages keep what another request left there",
+        (
+            "omni_connector.copy.loading",
+            "made = np.zeros((len(step.block_ids), self._rank.layout.slot_bytes), np.uint8)",
+            "made = np.full((len(step.block_ids), self._rank.layout.slot_bytes), 7, np.uint8)",
+        ),
+    ),
+    mutant(
+        "a group of a drafter is left as it was",
+        "where the prefill engine has no layer of a group, its blocks are not zeroed",
+        (
+            "omni_connector.handoff.receiver",
+            "                blocks.append((index, block_ids[lead:]))\n"
+            "                slots.append((0, []))\n",
+            "                blocks.append((index, []))\n                slots.append((0, []))\n",
+        ),
+    ),
+    mutant(
+        "prompts end where the own drafter wants it",
+        "of an engine with another drafter, or none, another prompt is asked for than it has",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "        ahead = self._tokens_ahead if ahead is None else ahead\n",
+            "        ahead = self._tokens_ahead\n",
         ),
     ),
     mutant(

@@ -189,6 +189,7 @@ class Liar(Actor):
             epoch=self._epoch,
             token=self._draw.randbytes(TOKEN_BYTES),
             num_tokens=num_tokens,
+            tokens_ahead=0,
             tp_size=1,
             address=None,
         )

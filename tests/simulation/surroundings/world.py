@@ -88,6 +88,7 @@ class World:
     Attributes:
         held: how many locks are held.
         excused_drafts: what drafters have found that vLLM's own cache has mixed up.
+        without_drafter: engines that have no drafter with KV.
         held_up: by owner, until when a thread was last kept in the middle of an act, as another
             that acted meanwhile had to wait.
     """
@@ -97,6 +98,7 @@ class World:
         self.interrupts = interrupts
         self.held = 0
         self.excused_drafts: set[bytes] = set()
+        self.without_drafter: set[str] = set()
         self.held_up: dict[str | None, float] = {}
         self._interruptions = random.Random(f"{seed}/locks")
         self.now = 1000.0

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter with a KV cache on one side only: the answers are those of an engine that computes the
+prompt itself, and the KV of the model is the prefill engine's, byte for byte."""
+
+import pytest
+
+from omni_connector.testing.reference import ROUNDING
+
+from . import vllm_itself
+from .harness import Pair
+from .pool import Pool
+from .prompts import new_salt, random_prompt
+from .test_speculative_drafters import LENGTHS, MAX_TOKENS, METHODS, Drafting
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(bool(vllm_itself.DRAFTS), reason=vllm_itself.DRAFTS),
+]
+
+
+def by_method(where: str) -> pytest.MarkDecorator:
+    """All drafters; `where` says which side has one."""
+    return pytest.mark.parametrize(
+        "method",
+        [
+            pytest.param(name, marks=pytest.mark.supports(f"{word} on {where} alone", "Llama"))
+            for name, (_, word) in METHODS.items()
+        ],
+    )
+
+
+@by_method("the decode side")
+def test_the_decode_engine_alone_drafts(pool: Pool, method: str) -> None:
+    recipe, _ = METHODS[method]
+    pair = Pair.of(*pool.take(("both", recipe, "a"), (method, recipe, "b")))
+    drafting = Drafting(pair)
+    drafters = pair.decode_probe.call("draft_layers")[0]
+    assert drafters
+    received, failures = pair.received(), pair.failures()
+    for number, length in enumerate(LENGTHS.values()):
+        prompt = random_prompt(140 + number, length)
+        own = drafting.count(prompt, new_salt())
+        handed = drafting.hand_off(prompt)
+        handed.answer.require_same(own.answer, tolerance=ROUNDING)
+        pair.require_same_kv(prompt, zeroed=drafters)
+        assert handed.drafted > 0
+    assert pair.received() == received + len(LENGTHS)
+    assert pair.failures() == failures
+    pair.wait_until_idle()
+
+
+@by_method("the decode side")
+def test_a_model_that_has_lost_its_kv_is_noticed(pool: Pool, method: str) -> None:
+    recipe, _ = METHODS[method]
+    pair = Pair.of(*pool.take(("both", recipe, "a"), (method, recipe, "b")))
+    drafting = Drafting(pair)
+    prompt = random_prompt(160, 300)
+    own = drafting.count(prompt, new_salt())
+    pair.decode_probe.call("draft_loses", "everything")
+    try:
+        handed = drafting.hand_off(prompt)
+    finally:
+        pair.decode_probe.call("draft_loses", "nothing")
+    with pytest.raises(AssertionError, match=r"token \d+"):
+        handed.answer.require_same(own.answer, tolerance=ROUNDING)
+    with pytest.raises(AssertionError, match="found"):
+        pair.require_same_kv(prompt, zeroed=pair.decode_probe.call("draft_layers")[0])
+
+
+@by_method("the prefill side")
+def test_the_prefill_engine_alone_drafts(pool: Pool, method: str) -> None:
+    recipe, _ = METHODS[method]
+    pair = Pair.of(*pool.take((method, recipe, "a"), ("both", recipe, "b")))
+    received, failures = pair.received(), pair.failures()
+    for number, length in enumerate(LENGTHS.values()):
+        prompt = random_prompt(180 + number, length)
+        own = pair.decode(prompt, new_salt(), max_tokens=MAX_TOKENS)
+        params = pair.prefill(prompt, salt := new_salt())
+        pair.decode_probe.spoil()
+        handed = pair.decode(prompt, salt, params, max_tokens=MAX_TOKENS)
+        handed.require_same(own, tolerance=ROUNDING)
+        pair.require_same_kv(prompt)
+    assert pair.received() == received + len(LENGTHS)
+    assert pair.failures() == failures
+    pair.wait_until_idle()
