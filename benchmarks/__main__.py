@@ -18,6 +18,7 @@ BENCHMARKS = (
     "handoff_open",
     "scale",
     "cluster",
+    "many_engines",
     "block_index",
     "eviction",
     "admission",

@@ -23,6 +23,7 @@ import tempfile
 import time
 import tracemalloc
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -192,7 +193,8 @@ def hand_off(
     rate: float,
     done: dict[str, int],
 ) -> None:
-    """Lease and release so many hand-offs, `rate` a second; channels and peers take turns.
+    """Lease and release so many hand-offs, `rate` a second; channels and peers take turns, so that
+    as many hand-offs as there are pairs are one of each pair.
 
     Args:
         done: of each peer, how many of its hand-offs have been leased; they are counted on.
@@ -200,9 +202,10 @@ def hand_off(
     begin = time.monotonic()
     for each in range(number):
         time.sleep(max(0.0, begin + each / rate - time.monotonic()))
-        address = addresses[each % len(addresses)]
-        channel = channels[each % len(channels)]
-        channel.release(lease(channel, address, done.setdefault(address, 0)))
+        round_number, at = divmod(each, len(channels))
+        address = addresses[(at + round_number) % len(addresses)]
+        channel = channels[at]
+        channel.release(lease(channel, address, done[address]))
         done[address] += 1
 
 
@@ -244,10 +247,15 @@ def tell(answer: object) -> None:
 
 
 def child(role: str, number: int, key_file: str, handoffs: int) -> None:
-    """Be a child process: `number` engines that serve, ask or fetch."""
+    """Be a child process: `number` engines that serve, ask or fetch.
+
+    Args:
+        handoffs: how many each engine that serves has; for engines that ask, the number of the
+            first that they lease of each peer.
+    """
     channels: list[ControlChannel] = []
     engines: list[TransferEngine] = []
-    done: dict[str, int] = {}
+    done: dict[str, int] = defaultdict(lambda: handoffs)
     before = counted()
     if role == "serves":
         channels = [serving(key_file, handoffs) for _ in range(number)]
