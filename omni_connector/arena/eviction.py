@@ -215,8 +215,15 @@ class EvictionOrder:
 
     def add(self, slot_ids: Ints) -> None:
         """Put slots at the end of the order. Slots of one kind are evicted in the order given."""
-        kinds = np.where(self._favoured[slot_ids], 2, self._again[slot_ids])
-        kinds[self.pinned[slot_ids]] = _PINNED
+        if not len(slot_ids):
+            return
+        favoured, again = self._favoured[slot_ids], self._again[slot_ids]
+        pinned = self.pinned[slot_ids]
+        if not (favoured.any() or again.any() or pinned.any()):  # most often
+            self._append(0, slot_ids)
+            return
+        kinds = np.where(favoured, 2, again)
+        kinds[pinned] = _PINNED
         for kind in range(_KINDS):
             part = slot_ids[kinds == kind]
             if len(part):

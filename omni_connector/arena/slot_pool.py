@@ -308,13 +308,14 @@ class SlotPool:
         rows = rows_of(group, keys)
         lacking = np.flatnonzero(self._index.each(rows) < 0)
         wanted = lacking[:most]
-        tenants = np.broadcast_to(tenant, len(keys))[wanted]
+        owners = np.full(len(keys), tenant) if isinstance(tenant, int) else tenant
+        tenants = owners if len(wanted) == len(keys) else owners[wanted]
         within = len(wanted)
         if len(tenants) and not self.fits(tenants):
             within = self._room(int(tenants[0]), len(wanted))
         chosen = wanted[: min(within, self._num_available)]
         slots = self._new(len(chosen)) if len(chosen) else NONE
-        if tenants.any():
+        if len(slots):
             self._own(slots, tenants[: len(slots)])
         if len(chosen) < len(keys):
             keys = [keys[i] for i in chosen.tolist()]
@@ -491,8 +492,9 @@ class SlotPool:
     def let_go(self, slot_ids: Ints) -> None:
         """Remove one user. Slots without a user become cached or free. The cached ones are evicted
         in the order given."""
-        self._users[slot_ids] -= 1
-        self._settle(slot_ids[self._users[slot_ids] == 0])
+        users = self._users[slot_ids] - 1
+        self._users[slot_ids] = users
+        self._settle(slot_ids[users == 0] if users.any() else slot_ids)
 
     def header_keys(self, group: int, keys: Sequence[SlotKey | None]) -> list[bytes]:
         """The keys for the slots' headers; empty ones where no peer looks anything up."""
@@ -547,9 +549,12 @@ class SlotPool:
         self._busy[slot_ids] = False
         self._ready[slot_ids] = True
         if self.listing is not None:
-            shown = slot_ids[self._keyed[slot_ids]]
+            keyed = self._keyed[slot_ids]
+            shown = slot_ids if keyed.all() else slot_ids[keyed]
             self.listing.show(shown, self.generation[shown])
-        self._settle(slot_ids[self._users[slot_ids] == 0])
+        held = self._users[slot_ids] > 0
+        if not held.all():
+            self._settle(slot_ids[~held])
 
     def unfilled(self, slot_ids: Ints) -> None:
         """Copies into these slots were cancelled or have failed."""
@@ -565,6 +570,12 @@ class SlotPool:
     def _settle(self, unheld: Ints) -> None:
         """Cache or free slots that nobody holds."""
         if not len(unheld):
+            return
+        cached = self._ready[unheld] & self._keyed[unheld] & ~self._busy[unheld]
+        if cached.all():  # most often
+            self._order.add(unheld)
+            self.num_cached += len(unheld)
+            self.releases += 1
             return
         # Without a user a copy under way may be cancelled. So nobody may find its slot any more,
         # pinned or not.

@@ -340,46 +340,38 @@ class HostBlocks:
         """
         groups: list[tuple[int, Ints]] = [(0, NONE)] * len(self._whole)
         slots: list[Ints] = []
-        nothing = NONE, NONE.view(np.uint64)
         keys: list[bytes] = []
         dropped, waiting = 0, list[Candidate]()
         most = self.room(most)
         # Before any block gets a slot, as a slot that is taken may have had one of these blocks.
-        lacking = [
-            self._lacking(g, each) if len(each) else nothing for g, each in enumerate(filled)
-        ]
+        lacking = [self._lacking(g, each) if len(each) else None for g, each in enumerate(filled)]
         for g, candidates in enumerate(filled):
-            if not len(candidates):
+            if (lacks := lacking[g]) is None:
                 continue
-            places, tags = lacking[g]
-            new = candidates.at(places)
-            here = there(g, new)
-            if not here.all():
-                dropped += len(new) - int(np.count_nonzero(here))
-                new, tags = new.at(np.flatnonzero(here)), tags[here]
-            asked = new.mask(attrgetter("keeps_here"))
+            new, tags = _chosen(*lacks, there(g, lacks[0]))
+            dropped += len(lacks[0]) - len(new)
             block_ids: list[Ints] = []
             waits = set[bytes]()
-            for part in self._by_quota(new):
-                theirs = new.at(part)
+            for theirs, whose in self._by_quota(new, tags):
                 with self._pool.lock:
                     given = self._pool.keep(
-                        g, theirs.keys, most, theirs.tenants, theirs.prompts, tags[part]
+                        g, theirs.keys, most, theirs.tenants, theirs.prompts, whose
                     )
                 if given.over_quota:
                     self._stats.count("blocks_over_quota", given.over_quota)
-                if asked.any():
-                    beyond = given.beyond[asked[part[given.beyond]]]
+                if theirs.hints is not None:
+                    asked = theirs.mask(attrgetter("keeps_here"))
+                    beyond = given.beyond[asked[given.beyond]]
                     some = theirs.candidates(g, beyond[: max(0, max_waiting - len(waiting))])
                     waits.update(each.block_hash for each in some)
                     waiting += some
                     dropped -= len(some)
                 dropped += given.dropped
                 most -= len(given.slots)
-                block_ids.append(theirs.block_ids[given.chosen])
+                kept = theirs.at(given.chosen)
+                block_ids.append(kept.block_ids)
                 slots.append(given.slots)
-                chosen = [theirs.keys[i] for i in given.chosen.tolist()]
-                keys += header_keys(self._key_prefix, g, chosen)
+                keys += header_keys(self._key_prefix, g, kept.keys)
             if candidates.hints is not None:
                 now = candidates
                 if waits:
@@ -395,17 +387,17 @@ class HostBlocks:
         spec = KeepSpec(blocks=blocks, slots=slot_ids, generations=generations, keys=keys)
         return spec, dropped, waiting
 
-    def _by_quota(self, blocks: FilledBlocks) -> list[Ints]:
-        """The places of the blocks: of all together; or of each tenant's, as each quota is checked
-        by itself, if a tenant has no room for all of its blocks."""
+    def _by_quota(self, blocks: FilledBlocks, tags: Tags) -> list[tuple[FilledBlocks, Tags]]:
+        """The blocks and their tags: all together; or each tenant's, as each quota is checked by
+        itself, if a tenant has no room for all of its blocks."""
         if not len(blocks):
             return []
         with self._pool.lock:
             if self._pool.fits(blocks.tenants):
-                return [np.arange(len(blocks))]
+                return [(blocks, tags)]
         order = np.argsort(blocks.tenants, kind="stable")
         ends = np.flatnonzero(np.diff(blocks.tenants[order])) + 1
-        return np.split(order, ends)
+        return [(blocks.at(part), tags[part]) for part in np.split(order, ends)]
 
     def lacks(self, tags: Tags, *, here: Bools | bool) -> Bools:
         """Which of the blocks of these tags no living engine has. The others count as used, so that
@@ -429,25 +421,30 @@ class HostBlocks:
             self._hit(engines[number], slots[theirs], generations[theirs])
         return lacks
 
-    def _lacking(self, group: int, filled: FilledBlocks) -> tuple[Ints, Tags]:
-        """The places and tags of the blocks to save: no engine has them (or hints ask for them in
-        the own arena), and the admission policy admits them."""
+    def _lacking(self, group: int, filled: FilledBlocks) -> tuple[FilledBlocks, Tags]:
+        """The blocks to save, and their tags: no engine has them (or hints ask for them in the own
+        arena), and the admission policy admits them."""
         here = False if filled.hints is None else filled.mask(attrgetter("keeps_here"))
         tags = tags_of(self._key_prefix, group, filled.keys)
-        new = np.flatnonzero(self.lacks(tags, here=here))
-        if len(new):
-            new = new[self._admits(group, filled.at(new))]
-        return new, tags[new]
+        new, tags = _chosen(filled, tags, self.lacks(tags, here=here))
+        if not len(new):
+            return new, tags
+        admitted, tags = _chosen(new, tags, self._admits(group, new))
+        if passed := len(new) - len(admitted):
+            self._stats.count("blocks_passed_over", passed)
+        return admitted, tags
 
     def _admits(self, group: int, new: FilledBlocks) -> Bools:
         """Which of these blocks the admission policy admits, or hints ask for."""
+        if new.hints is None:
+            with self._pool.lock:
+                return self._pool.admits(group, new.keys, self._admission, new.prompts)
         admitted = new.mask(attrgetter("asks_arena"))
-        others = new if new.hints is None else new.at(np.flatnonzero(~admitted))
+        others = new.at(np.flatnonzero(~admitted))
         with self._pool.lock:
             admitted[~admitted] = self._pool.admits(
                 group, others.keys, self._admission, others.prompts
             )
-        self._stats.count("blocks_passed_over", len(admitted) - int(np.count_nonzero(admitted)))
         return admitted
 
     def kept(self, job_id: int, failure: str | None) -> None:
@@ -506,6 +503,14 @@ class HostBlocks:
         """Stop sharing, and close the index. Idempotent."""
         self._neighbours.close()
         self._own.index.close()
+
+
+def _chosen(blocks: FilledBlocks, tags: Tags, chosen: Bools) -> tuple[FilledBlocks, Tags]:
+    """Some of these blocks, and their tags. Most often they are all of them."""
+    if chosen.all():
+        return blocks, tags
+    places = np.flatnonzero(chosen)
+    return blocks.at(places), tags[places]
 
 
 def _padded(found: Ints, wanted: Wanted, value: int) -> Ints:

@@ -59,6 +59,21 @@ def view_of(index: BlockIndex) -> BlockIndexView:
     return BlockIndexView.open(index.fd, epoch=EPOCH, num_slots=index.num_slots)
 
 
+@pytest.mark.parametrize("limit", [block_index._PREFAULTED_BYTES, PAGE_BYTES])
+def test_the_pages_of_random_places_are_there_from_the_start(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no block that is listed waits for the kernel."""
+    monkeypatch.setattr(block_index, "_PREFAULTED_BYTES", limit)
+    monkeypatch.setattr(block_index, "overcommit_is_strict", lambda: False)
+    slots = 1000
+    with BlockIndex.create(slots, EPOCH) as index:
+        allocated = os.fstat(index.fd).st_blocks * 512
+    fingerprints_and_cells = slots * 8 * 5
+    assert (allocated >= fingerprints_and_cells) == (limit > PAGE_BYTES)
+    assert allocated < index_bytes(slots)
+
+
 def ints(*values: int) -> Ints:
     return np.array(values, np.int64)
 

@@ -2,6 +2,7 @@
 """Slots that were used again stay longer, the end of a prefix goes first, and nothing grows."""
 
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -279,6 +280,59 @@ def test_the_pins_of_a_copy_end_when_nobody_can_find_it_any_more() -> None:
     assert pool.num_privileged == 0
     pool.filled(slots)
     assert pool.counts() == (8, 0, 0)
+
+
+class _Fate(NamedTuple):
+    """What happens to a slot while it is held: how its copy ends, and how often others use it."""
+
+    copied: bool | None  # None: it is still being copied
+    keyed: bool
+    again: bool
+    favoured: bool
+    pinned: bool
+
+
+@given(
+    st.lists(
+        st.builds(
+            _Fate,
+            copied=st.sampled_from([True, True, True, False, None]),
+            keyed=st.sampled_from([True, True, True, False]),
+            again=st.booleans(),
+            favoured=st.sampled_from([False, False, True]),
+            pinned=st.sampled_from([False, False, True]),
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_many_slots_are_let_go_of_as_one_after_the_other_would_be(fates: list[_Fate]) -> None:
+    def pool_with(one_by_one: bool) -> tuple[SlotPool, list[int]]:
+        pool = SlotPool(12)
+        asked = [str(i).encode() if each.keyed else None for i, each in enumerate(fates)]
+        # Without an index of its beginning, each block stands for itself.
+        slots = np.concatenate([pool.take([[key]], [1])[0][0] for key in asked])  # type: ignore[index]
+        pool.fill(0, asked, slots)
+        for slot, fate in zip(slots, fates, strict=True):
+            this = np.array([slot])
+            if fate.copied is not None:
+                (pool.filled if fate.copied else pool.unfilled)(this)
+            if fate.again:
+                pool.touch(this, pool.generation[this])
+            if fate.keyed and fate.copied and (fate.favoured or fate.pinned):
+                until = 1.0 if fate.pinned else None
+                pool.privilege(this, 1, favour=fate.favoured, pin_until=until)
+        for part in slots[:, None] if one_by_one else [slots]:
+            pool.let_go(part)
+        number = pool.num_cached - pool.num_pinned
+        return pool, pool._order.evict(number).tolist() if number else []
+
+    (one, evicted), (other, expected) = pool_with(False), pool_with(True)
+    assert evicted == expected
+    assert one.counts() == other.counts()
+    assert (one._ready == other._ready).all()
+    assert (one._keyed == other._keyed).all()
+    assert one.num_privileged == other.num_privileged
 
 
 class PoolMachine(RuleBasedStateMachine):

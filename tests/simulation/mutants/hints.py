@@ -20,7 +20,7 @@ HINTS: Final = (
         "pinned slots are in the order of eviction as others are",
         (
             "omni_connector.arena.eviction",
-            "        kinds[self.pinned[slot_ids]] = _PINNED\n",
+            "        kinds[pinned] = _PINNED\n",
             "",
         ),
     ),
@@ -155,8 +155,8 @@ HINTS: Final = (
         "what is to be evicted later is never evicted",
         (
             "omni_connector.arena.eviction",
-            "        kinds = np.where(self._favoured[slot_ids], 2, self._again[slot_ids])\n",
-            "        kinds = np.where(self._favoured[slot_ids], _PINNED, self._again[slot_ids])\n",
+            "        kinds = np.where(favoured, 2, again)\n",
+            "        kinds = np.where(favoured, _PINNED, again)\n",
         ),
     ),
     mutant(
@@ -246,7 +246,7 @@ HINTS: Final = (
         (
             "omni_connector.prefix.host_blocks",
             '        admitted = new.mask(attrgetter("asks_arena"))\n'
-            "        others = new if new.hints is None else new.at(np.flatnonzero(~admitted))\n",
+            "        others = new.at(np.flatnonzero(~admitted))\n",
             "        admitted = np.zeros(len(new), bool)\n        others = new\n",
         ),
     ),
