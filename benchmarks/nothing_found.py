@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What requests a second an engine loses to sharing where no prompt ever comes again.
 
-An engine without a connector and one with `kv_both` and defaults stand on the same core. They get
-the same random prompts of 100 to 400 tokens, with answers of 24 tokens, 8 at a time, in turns, and
-the order of the two changes with each round. Beside requests a second, which a busy machine
+An engine without a connector, one with a connector whose methods do nothing, and one with `kv_both`
+and defaults stand on the same core. The second shows what vLLM itself spends on any connector. They
+get the same random prompts of 100 to 400 tokens, with answers of 24 tokens, 8 at a time, in turns,
+and their order changes with each round. Beside requests a second, which a busy machine
 scatters, stand the processor's seconds of the engine core's main thread, of its other threads, and
-of the other processes of the engine. In the end both engines get nothing for a while, and the
-processor's time of the idle engine core is measured.
+of the other processes of the engine. In the end all engines get nothing for a while, and the
+processor's time of the idle engine cores is measured.
 
     python benchmarks/nothing_found.py [--rounds 12] [--answer 24] [--full] [--setting KEY=JSON ...]
 
@@ -15,6 +16,7 @@ interval of twelve quiet rounds excludes 0.98; a busy machine needs more.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -24,15 +26,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from serving import OURS, RESULTS, Place, cores, machine, started
+from serving import NONE, OURS, RESULTS, Place, cores, machine, started
 
 from omni_connector.testing.engines import Engine, completion
 from omni_connector.testing.models import VOCAB_SIZE
+
+# Not imported from `omni_connector.testing.no_op`, which imports vLLM.
+NO_OP, NO_OP_MODULE = "NoOpConnector", "omni_connector.testing.no_op"
 
 REQUESTS, AT_ONCE = 300, 8
 SHORTEST, LONGEST, ANSWER = 100, 400, 24
@@ -176,28 +181,33 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def measure(
     place: Place, rounds: int, requests: int, answer: int, extra: dict[str, Any], full: bool
-) -> tuple[list[tuple[Round, Round]], tuple[Usage, Usage]]:
-    """Rounds without and with the connector, and what both used while idle."""
-    config = {"kv_connector": OURS, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+) -> tuple[list[dict[str, Round]], dict[str, Usage]]:
+    """What each engine did in each round, and what it used while idle."""
+    no_op = {"kv_connector": NO_OP, "kv_connector_module_path": NO_OP_MODULE}
+    omni = {"kv_connector": OURS, "kv_connector_extra_config": extra}
     core = cores()[1]
-    plain, ours = place.engine("plain", None, core), place.engine("ours", config, core)
+    engines = {
+        NONE: place.engine("plain", None, core),
+        NO_OP: place.engine("no-op", {**no_op, "kv_role": "kv_both"}, core),
+        OURS: place.engine("ours", {**omni, "kv_role": "kv_both"}, core),
+    }
+    orders = list(itertools.permutations(engines))
     draw = random.Random(0)
     found = []
-    with started([plain, ours]), place.logs_on_failure():
-        for engine in (plain, ours):
+    with started(list(engines.values())), place.logs_on_failure():
+        for engine in engines.values():
             load(engine, prompts(draw, 40), answer)
-        while full and _full(ours) < 0.99:
-            load(ours, prompts(draw, requests), 1)
+        while full and _full(engines[OURS]) < 0.99:
+            load(engines[OURS], prompts(draw, requests), 1)
         for number in range(rounds):
             asked = prompts(draw, requests)
-            order = (plain, ours) if number % 2 else (ours, plain)
-            told = {engine.port: load(engine, asked, answer) for engine in order}
-            found.append((told[plain.port], told[ours.port]))
-            print(row(number + 1, *found[-1]), flush=True)
+            order = orders[number % len(orders)]
+            found.append({name: load(engines[name], asked, answer) for name in order})
+            print(row(number + 1, found[-1]), flush=True)
         time.sleep(5.0)  # what ends a while after the last step has ended
-        before = Usage.of(plain), Usage.of(ours)
+        before = {name: Usage.of(engine) for name, engine in engines.items()}
         time.sleep(IDLE_S)
-        idle = Usage.of(plain).since(before[0]), Usage.of(ours).since(before[1])
+        idle = {name: Usage.of(engine).since(before[name]) for name, engine in engines.items()}
     return found, idle
 
 
@@ -210,56 +220,70 @@ def _full(engine: Engine) -> float:
 
 
 HEADING = (
-    "| round | no connector | kv_both | ratio | main thread, µs a request | with it | ratio "
-    "| other threads | with it | other processes | with it |\n"
-    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    "| round | "
+    + " | ".join(
+        f"{kind} {name}"
+        for kind in ("requests/s,", "main thread,", "other threads,", "other processes,")
+        for name in (NONE, NO_OP, OURS)
+    )
+    + " |\n|---|"
+    + 12 * "---:|"
 )
 
 
-def row(number: int | str, plain: Round, ours: Round) -> str:
+def row(number: int | str, told: Mapping[str, Round]) -> str:
     """A line of the table."""
-    cells = [f"{plain.requests_per_s:.2f}", f"{ours.requests_per_s:.2f}"]
-    cells.append(f"{ours.requests_per_s / plain.requests_per_s:.4f}")
-    main = [1e6 * each.used.main / each.requests for each in (plain, ours)]
-    cells += [f"{main[0]:.0f}", f"{main[1]:.0f}", f"{main[0] / main[1]:.4f}"]
-    for part in ("others", "rest"):
-        seconds = [getattr(each.used, part) / each.requests for each in (plain, ours)]
-        cells += [f"{1e6 * each:.0f}" for each in seconds]
+    each = [told[name] for name in (NONE, NO_OP, OURS)]
+    cells = [f"{one.requests_per_s:.2f}" for one in each]
+    for part in ("main", "others", "rest"):
+        cells += [f"{1e6 * getattr(one.used, part) / one.requests:.0f}" for one in each]
     return f"| {number} | {' | '.join(cells)} |"
 
 
+def ratios(found: Sequence[Mapping[str, Round]], engine: str, beside: str) -> list[str]:
+    """Sentences on an engine beside another."""
+    speed = interval([e[engine].requests_per_s / e[beside].requests_per_s for e in found])
+    main = interval([e[beside].used.main / e[engine].used.main for e in found])
+    return [
+        f"- **{engine} beside {beside}**: requests a second {speed[0]:.4f}, 95 % of confidence "
+        f"from {speed[1]:.4f} to {speed[2]:.4f}; processor of the main thread, inverted, "
+        f"{main[0]:.4f}, from {main[1]:.4f} to {main[2]:.4f}.",
+    ]
+
+
 def markdown(
-    found: Sequence[tuple[Round, Round]], idle: tuple[Usage, Usage], about: str, answer: int
+    found: Sequence[Mapping[str, Round]], idle: Mapping[str, Usage], about: str, answer: int
 ) -> str:
     """The tables."""
-    speed = interval([b.requests_per_s / a.requests_per_s for a, b in found])
-    main = interval([a.used.main / b.used.main for a, b in found])
-    cores = [100 * (each.main + each.others) / IDLE_S for each in idle]
     lines = [
         "# An engine that shares, and finds nothing",
         "",
         about,
         "",
-        f"{found[0][0].requests} random prompts a round, {SHORTEST} to {LONGEST} tokens, answers "
-        f"of {answer}, "
-        f"{AT_ONCE} at a time, to an engine without a connector and to one with `kv_both`, which "
-        "stand on one core, in turns. Requests a second, and what the engine core's main thread, "
-        "its other threads and the engine's other processes used of the processor.",
+        f"{found[0][NONE].requests} random prompts a round, {SHORTEST} to {LONGEST} tokens, "
+        f"answers of {answer}, {AT_ONCE} at a time, to an engine without a connector, to one with "
+        "a connector whose methods do nothing, and to one with `kv_both`, which stand on one core, "
+        "in turns. Requests a second; and microseconds of the processor for a request that the "
+        "engine core's main thread, its other threads and the engine's other processes used.",
         "",
         HEADING,
-        *(row(number, *pair) for number, pair in enumerate(found, 1)),
+        *(row(number, each) for number, each in enumerate(found, 1)),
         "",
-        f"Requests a second, beside no connector: {speed[0]:.4f}, 95 % of confidence from "
-        f"{speed[1]:.4f} to {speed[2]:.4f}. Target: {TARGET}, without {WORSE} in the interval.",
+        *ratios(found, OURS, NONE),
+        *ratios(found, NO_OP, NONE),
+        *ratios(found, OURS, NO_OP),
         "",
-        f"Processor of the main thread, no connector by with it: {main[0]:.4f}, from {main[1]:.4f} "
-        f"to {main[2]:.4f}.",
+        f"Target beside no connector: {TARGET}, without {WORSE} in the interval.",
         "",
-        f"Idle, {IDLE_S:.0f} s: the engine core uses {cores[0]:.3f} % of a core without a "
-        f"connector and wakes {idle[0].wakes / IDLE_S:.1f} times a second; with it "
-        f"{cores[1]:.3f} % and "
-        f"{idle[1].wakes / IDLE_S:.1f} times. Target: {100 * IDLE_TARGET:.2f} % more.",
+        f"Idle, {IDLE_S:.0f} s: share of a core that the engine core uses, and how often its "
+        f"threads wake in a second. Target: {100 * IDLE_TARGET:.2f} % more than without.",
+        "",
+        "| engine | % of a core | wakes |",
+        "|---|---:|---:|",
     ]
+    for name, used in idle.items():
+        share = 100 * (used.main + used.others) / IDLE_S
+        lines.append(f"| {name} | {share:.3f} | {used.wakes / IDLE_S:.1f} |")
     return "\n".join([*lines, ""])
 
 
