@@ -20,8 +20,8 @@ from omni_connector.net.orders import DRAIN, ROLE, Role, Service, give_order, ta
 from omni_connector.net.status import EngineStatus, label, plain, read_each
 
 NOTICE_S: Final = 10.0
-"""Longest wait in seconds until an engine obeys: it reads orders twice a second, and writes its
-status once a second."""
+"""Longest wait in seconds until an engine obeys: it reads orders twice a second, or once while it
+is idle, and writes its status as often."""
 
 # Seconds between two looks at whether the engines have obeyed.
 _POLL_S: Final = 0.2

@@ -23,10 +23,12 @@ class PeriodicTasks:
         folder: the runtime folder.
         context: clock and locks.
         directory: whose leases it ends. None where nothing is handed off.
-        tell: writes the engine's status to the folder; not called on the engine's thread.
+        tell: writes the engine's status to the folder, and returns whether it has changed; not
+            called on the engine's thread.
 
     Attributes:
         channel: its thread calls `tick`.
+        rests: whether there was nothing to tell the last time, and nothing is handed off.
         events: how often each event has happened since the last `take`.
     """
 
@@ -35,27 +37,29 @@ class PeriodicTasks:
         folder: Path,
         context: EngineContext,
         directory: SlotDirectory | None = None,
-        tell: Callable[[], object] = lambda: None,
+        tell: Callable[[], bool] = lambda: False,
     ) -> None:
         self._folder = folder
         self._clock = context.clock
         self._directory = directory
         self._tell = tell
         self.channel: ControlChannel | None = None
+        self.rests = False
         self._next_sweep = context.clock() + _SWEEP_S
         self._next_expiry = context.clock()
         self._lock = context.lock()
         self.events: defaultdict[str, int] = defaultdict(int)
 
     def tick(self) -> None:
-        """Do what is due; called about twice a second."""
+        """Do what is due; called about twice a second, or once while the engine rests."""
         self._expire()
         # The sockets of a killed engine are dead only when all its processes are, and no engine
         # may have been connected to it.
         if self._clock() >= self._next_sweep:
             self._next_sweep = self._clock() + _SWEEP_S
             tidy(self._folder)
-        self._tell()
+        told = self._tell()
+        self.rests = not told and (self._directory is None or not self._directory.num_handoffs)
 
     def ended(self) -> bool:
         """Whether the control channel has ended. Each step calls this: it then ends the leases."""

@@ -308,23 +308,28 @@ class StatusReport:
             self._prompt_tokens += tokens
             self._cached_tokens += min(tokens, cached)
 
-    def tick(self) -> None:
+    def tick(self) -> bool:
         """Obey orders, and write what has changed, if the last time is long enough ago. Raises
-        nothing."""
+        nothing.
+
+        Returns:
+            Whether something has changed since the last time, or may have.
+        """
         if self._closed:
-            return
+            return False
         self._obey(self._file.orders())
         now = self._clock()
         if now < self._told_at + WRITE_S:
-            return
+            return True
         written = time.time()  # before the usage is read: a reader compares it with its own news
         status = self._status()
         try:
             if now >= self._swept_at + _SWEEP_S:
                 self._swept_at = now
                 self._file.sweep()
-            if status == self._told and now < self._told_at + SIGN_OF_LIFE_S:
-                return
+            changed = status != self._told
+            if not changed and now < self._told_at + SIGN_OF_LIFE_S:
+                return False
             self._told_at = now
             self._file.write(msgspec.json.encode(msgspec.structs.replace(status, written=written)))
             self._told, self._warned = status, False
@@ -332,6 +337,8 @@ class StatusReport:
             if not self._warned:
                 logger.warning("`omni-connector top` does not show this engine: %s", error)
             self._warned = True
+            return True
+        return changed
 
     def current(self) -> EngineStatus:
         """What the file would say now."""

@@ -365,6 +365,7 @@ class _Assembly:
             listen_tcp=None if listen is None else parse_listen(listen, rank),
             key=self._key or (loopback_key() if listen or self._config.peers else None),
             on_tick=self._periodic_tasks.tick,
+            rests=lambda: self._periodic_tasks.rests,
             on_peer_gone=partial(tidy, self._folder),
             context=self._context,
             sockets=self._surroundings.sockets(),

@@ -188,6 +188,24 @@ def test_many_requests_at_once_are_all_answered(start_engine: StartEngine, asker
     assert all(future.result().token == handoff.token for future in done)
 
 
+@pytest.mark.parametrize("rests", [True, False])
+def test_while_an_engine_rests_its_channel_wakes_less_often(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, rests: bool
+) -> None:
+    monkeypatch.setattr(channel_module, "REST_S", LONG)
+    ticks = 0
+    again = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        ticks += 1
+        if ticks == 2:
+            again.set()
+
+    start_engine(on_tick=tick, rests=lambda: rests)
+    assert again.wait(2 * channel_module.TICK_S if rests else LONG) != rests
+
+
 def test_two_engines_ask_each_other(start_engine: StartEngine) -> None:
     one, two = start_engine("one.sock"), start_engine("two.sock", epoch=b"2" * 16)
     pairs = ((one, two), (two, one))

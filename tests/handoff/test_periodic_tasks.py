@@ -2,9 +2,25 @@
 """What an engine does from time to time keeps nothing for ever."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from omni_connector.handoff.periodic_tasks import PeriodicTasks
 from omni_connector.runtime.context import PROCESS_CONTEXT
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("handoffs", [0, 1])
+def test_an_engine_rests_while_it_tells_nothing_new_and_hands_nothing_off(
+    folder: Path, told: bool, handoffs: int
+) -> None:
+    directory: Any = SimpleNamespace(num_handoffs=handoffs, expire=lambda: 0)
+    periodic_tasks = PeriodicTasks(folder, PROCESS_CONTEXT, directory, lambda: told)
+    assert not periodic_tasks.rests
+    periodic_tasks.tick()
+    assert periodic_tasks.rests == (not told and not handoffs)
 
 
 def test_what_is_counted_while_nobody_looks_takes_no_more_room(folder: Path) -> None:

@@ -105,6 +105,20 @@ def test_it_writes_what_changes_twice_a_second_and_else_a_sign_of_life(
     assert len(writes) == 44
 
 
+def test_a_tick_says_whether_something_has_changed(place: Path, clock: FakeClock) -> None:
+    told = report(place, clock)
+    said = []
+    for count in (1, 0, 0, 1, 0):
+        told.add({"counts": {"bytes_saved": count}})
+        said.append(told.tick())
+        clock.advance(0.5)
+    told.add({"counts": {"bytes_saved": 1}})
+    said += [told.tick(), told.tick()]  # the second comes too early to look
+    assert said == [True, False, False, True, False, True, True]
+    told.close()
+    assert not told.tick()
+
+
 def test_a_file_is_replaced_as_a_whole_and_nobody_else_reads_it(place: Path) -> None:
     file = StatusFile(place)
     for size in (5, 500, 1):
