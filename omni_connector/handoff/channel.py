@@ -40,7 +40,7 @@ TICK_S: Final = 0.5
 
 REST_S: Final = 1.0
 """The same while the engine rests, so that an idle engine wakes less often. Each time costs about
-0.2 ms of a core whose caches hold something else (`benchmarks/results/nothing_found.md`)."""
+0.2 ms of a core whose caches hold something else (`benchmarks/nothing_found.py`)."""
 
 CLOSE_S: Final = 5.0
 """Longest wait of `close` for the thread to end, in seconds."""
