@@ -7,8 +7,7 @@ and then saves those of its new blocks that the policy admits. Beside the polici
 `admission` stand:
 
 - `auto` with another threshold;
-- by kind: a sketch, no part of the package, that learns for each kind of request how often its new
-  blocks are used again; see `ByKind`;
+- `auto` as if all prompts were of one depth: it learns one ratio for all;
 - Belady: it knows the future. It saves only blocks that are used before they would go.
 
     python benchmarks/admission.py [--quick]
@@ -22,13 +21,15 @@ import heapq
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
-from traces import Trace, agents, conversations, documents, mixed
+import numpy as np
+from traces import Trace, agents, block_key, conversations, documents, mixed
 
 from omni_connector.arena import eviction
+from omni_connector.arena.eviction import depth_of
 from omni_connector.arena.slot_pool import SlotPool
 from omni_connector.config import Admission
 
@@ -37,7 +38,6 @@ import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = (0.01, 0.05, 0.20)
-BLOCK_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +70,18 @@ class Outcome:
         return self.hits / self.saved if self.saved else float("inf")
 
 
-Admit = Callable[[SlotPool, list[int], int, list[bytes]], list[bool]]
-"""Which new blocks of a prompt are saved: the pool, the prompt, how many of its first blocks were
-found, and the keys of the others."""
+def replay(
+    size: int, trace: Trace, admission: Admission, depth_of: Callable[[int], int] = depth_of
+) -> Outcome:
+    """Replay a trace on the slot pool.
 
-
-def key_of(block: int) -> bytes:
-    """The key of a block of a trace."""
-    return b"%032d" % block
-
-
-def replay(size: int, trace: Trace, admit: Admit) -> Outcome:
-    """Replay a trace on the slot pool."""
+    Args:
+        depth_of: the depth of a prompt of which so many blocks were found.
+    """
     pool = SlotPool(size)
     asked = hits = saved = 0
     for prompt in trace:
-        keys = [key_of(block) for block in prompt]
+        keys = [block_key(block) for block in prompt]
         places = pool.places(0, keys)
         has = places >= 0
         depth = len(has) if has.all() else int(has.argmin())
@@ -93,9 +89,11 @@ def replay(size: int, trace: Trace, admit: Admit) -> Outcome:
         hits += depth
         found = places[has][::-1]
         pool.touch(found, pool.generation[found])
-        new = [key for key, there in zip(keys, has.tolist(), strict=True) if not there]
-        admitted = admit(pool, prompt, depth, new)
-        kept = pool.keep(0, [key for key, yes in zip(new, admitted, strict=True) if yes], size)
+        new = [keys[place] for place in np.flatnonzero(~has).tolist()]
+        prompts = np.full(len(new), depth_of(depth))
+        admitted = np.flatnonzero(pool.admits(0, new, admission, prompts))
+        chosen = [new[place] for place in admitted.tolist()]
+        kept = pool.keep(0, chosen, size, prompts=prompts[admitted])
         pool.filled(kept.slots)
         pool.let_go(kept.slots[::-1])
         saved += len(kept.slots)
@@ -104,11 +102,7 @@ def replay(size: int, trace: Trace, admit: Admit) -> Outcome:
 
 def setting(admission: Admission) -> Callable[[int, Trace], Outcome]:
     """One of the values of the setting `admission`."""
-
-    def outcome(size: int, trace: Trace) -> Outcome:
-        return replay(size, trace, lambda pool, _, __, new: pool.admits(0, new, admission).tolist())
-
-    return outcome
+    return lambda size, trace: replay(size, trace, admission)
 
 
 @contextmanager
@@ -122,68 +116,15 @@ def auto_worth(worth: int) -> Iterator[None]:
         eviction._WORTH = former  # type: ignore[misc]
 
 
-def auto_8(size: int, trace: Trace) -> Outcome:
-    """The setting `auto`, if it wanted one block in 8 to be used again."""
-    with auto_worth(8):
+def auto_32(size: int, trace: Trace) -> Outcome:
+    """The setting `auto`, if it wanted one block in 32 to be used again."""
+    with auto_worth(32):
         return setting("auto")(size, trace)
 
 
-Kind = tuple[int, int]
-
-
-@dataclass
-class ByKind:
-    """Learns for each kind of request how often its new blocks are found again.
-
-    The kind of a request is how many of its first blocks were found and how many are new, both by
-    powers of two. So a further turn of a conversation is of another kind than its first one, and a
-    document than a question. The first new block of each prompt is watched, in a table in which it
-    overwrites what was at its place. A prompt that finds it while it is kept credits its kind.
-
-    New blocks of a kind that is credited less than once in `WORTH` prompts are treated as by
-    `second_hit`, except in one prompt in `EXPLORES`, from which the kind goes on learning.
-    """
-
-    TABLE = 1 << 14
-    WORTH = 8
-    SEEN = 32
-    EXPLORES = 16
-    FADES = 512
-
-    made: dict[Kind, int] = field(default_factory=dict)
-    found: dict[Kind, int] = field(default_factory=dict)
-    watched: dict[int, tuple[int, Kind]] = field(default_factory=dict)
-    prompts: int = 0
-
-    def __call__(
-        self, pool: SlotPool, prompt: list[int], depth: int, new: list[bytes]
-    ) -> list[bool]:
-        """Which of these blocks are saved."""
-        self.prompts += 1
-        for block in prompt[:depth]:
-            entry = self.watched.get(block % self.TABLE)
-            if entry is not None and entry[0] == block:
-                del self.watched[block % self.TABLE]
-                self.found[entry[1]] = self.found.get(entry[1], 0) + 1
-        if not new:
-            return []
-        kind = depth.bit_length(), len(new).bit_length()
-        made = self.made.get(kind, 0)
-        poor = made >= self.SEEN and self.found.get(kind, 0) * self.WORTH < made
-        explores = self.prompts % self.EXPLORES == 0
-        if not poor or explores:
-            self.watched[prompt[depth] % self.TABLE] = prompt[depth], kind
-            self.made[kind] = made + 1
-            if made > self.FADES:
-                self.made[kind] //= 2
-                self.found[kind] = self.found.get(kind, 0) // 2
-        admission: Admission = "second_hit" if poor and not explores else "all"
-        return pool.admits(0, new, admission).tolist()
-
-
-def by_kind(size: int, trace: Trace) -> Outcome:
-    """See `ByKind`."""
-    return replay(size, trace, ByKind())
+def one_depth(size: int, trace: Trace) -> Outcome:
+    """The setting `auto`, if all prompts were of one depth."""
+    return replay(size, trace, "auto", lambda _: 0)
 
 
 def belady(size: int, trace: Trace) -> Outcome:
@@ -224,8 +165,8 @@ POLICIES: dict[str, Callable[[int, Trace], Outcome]] = {
     "all": setting("all"),
     "second_hit": setting("second_hit"),
     "auto": setting("auto"),
-    "auto, one in 8": auto_8,
-    "by kind": by_kind,
+    "auto, one in 32": auto_32,
+    "auto, one depth": one_depth,
     "Belady": belady,
 }
 

@@ -3,6 +3,7 @@
 
 Each prompt asks for its blocks, and hits are those before the first that is missing. Then all of
 them are kept, as far as the policy admits them. Belady's policy knows the future, and is a bound.
+Which new blocks an engine keeps is another benchmark's subject: admission.py.
 
     python benchmarks/eviction.py [--quick] [--trace FILE]
 
@@ -17,16 +18,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import get_args
 
 import matplotlib
 import numpy as np
 from policies import ARC, LRU, S3FIFO, SecondSight, belady, hits_of
-from traces import Trace, agents, conversations, of_file, questions
+from traces import Trace, agents, block_key, conversations, of_file
 
 from omni_connector.arena.slot_index import SlotKey
 from omni_connector.arena.slot_pool import SlotPool
-from omni_connector.config import Admission
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -55,29 +54,10 @@ def slot_pool(size: int, trace: Trace) -> int:
     """The hits of the slot pool."""
     pool = SlotPool(size)
     return sum(
-        copied(pool, [b"%032d" % block for block in prompt])
+        copied(pool, [block_key(block) for block in prompt])
         for prompt in trace
         if len(prompt) <= size
     )
-
-
-def admitting(size: int, trace: Trace, admission: Admission) -> tuple[int, int]:
-    """The hits of an engine that shares its prefixes, and the blocks that it copies."""
-    pool = SlotPool(size)
-    hits = copies = 0
-    for prompt in trace:
-        keys = [b"%032d" % block for block in prompt]
-        has = np.array([len(pool.find(0, [key])) > 0 for key in keys])
-        hits += len(has) if has.all() else int(has.argmin())
-        found = pool.find(0, keys)[::-1]
-        pool.touch(found, pool.generation[found])
-        new = [key for key, there in zip(keys, has.tolist(), strict=True) if not there]
-        admitted = pool.admits(0, new, admission).tolist()
-        kept = pool.keep(0, [key for key, yes in zip(new, admitted, strict=True) if yes], size)
-        pool.filled(kept.slots)
-        pool.let_go(kept.slots[::-1])
-        copies += len(kept.slots)
-    return hits, copies
 
 
 POLICIES: dict[str, Callable[[int, Trace], int]] = {
@@ -100,20 +80,6 @@ def replay(trace: Trace) -> dict[str, list[float]]:
     }
 
 
-def admissions(traces: dict[str, Trace]) -> list[str]:
-    """The rows of the table of admission."""
-    rows = []
-    for name, trace in traces.items():
-        distinct, total = len(set().union(*trace)), sum(map(len, trace))
-        for admission in get_args(Admission):
-            cells = []
-            for share in SHARES:
-                found = admitting(int(share * distinct), trace, admission)
-                cells += [f"{100 * each / total:.1f}" for each in found]
-            rows.append(f"| {name} | `{admission}` | " + " | ".join(cells) + " |")
-    return rows
-
-
 def us(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
@@ -127,7 +93,7 @@ def operations(slots: int, repeats: int) -> tuple[float, float, float]:
     size = min(PROMPT, slots // 4)
 
     def keys(prompt: int) -> list[SlotKey | None]:
-        return [b"%016d%016d" % (prompt, i) for i in range(size)]
+        return [block_key(prompt, i) for i in range(size)]
 
     filled = slots // size + 1
     for prompt in range(filled):
@@ -149,7 +115,6 @@ def markdown(
     traces: dict[str, Trace],
     hits: dict[str, dict[str, list[float]]],
     costs: dict[int, tuple[float, float, float]],
-    admission: Sequence[str],
     command: str,
 ) -> str:
     lines = [
@@ -178,16 +143,6 @@ def markdown(
         for policy, rates in hits[name].items():
             lines.append(f"| {policy} | " + " | ".join(f"{rate:.1f}" for rate in rates) + " |")
     lines += [
-        "",
-        "## Admission",
-        "",
-        "Hits, and blocks copied into the arena, both in percent of all blocks of the prompts, by "
-        "which new blocks an engine that shares keeps. *questions*: 6,000 prompts that nobody "
-        "continues, all with the same first 8 blocks.",
-        "",
-        "| trace | admission | " + " | ".join(f"{s:.0%} hits | copies" for s in SHARES) + " |",
-        "|---|---|" + "---:|---:|" * len(SHARES),
-        *admission,
         "",
         "## Cost",
         "",
@@ -243,8 +198,7 @@ def main() -> None:
     command = "python benchmarks/eviction.py"
     command += " --quick" if arguments.quick else ""
     command += f" --trace {arguments.trace.name}" if arguments.trace else ""
-    admission = admissions({**traces, "questions": questions()})
-    text = markdown(traces, hits, costs, admission, command)
+    text = markdown(traces, hits, costs, command)
     (arguments.output / "eviction.md").write_text(text)
     plot(hits, arguments.output / "eviction.png")
     print(text)

@@ -6,6 +6,7 @@ each of its full blocks, and a number stands for all tokens up to the end of its
 have the same number where they begin alike up to there.
 """
 
+import hashlib
 import heapq
 import json
 from collections.abc import Callable, Iterator
@@ -15,6 +16,11 @@ from pathlib import Path
 import numpy as np
 
 Trace = list[list[int]]
+
+
+def block_key(*numbers: int) -> bytes:
+    """The key of a block: a hash, as vLLM's are, since the slot pool looks at its first bytes."""
+    return hashlib.sha256(b"%r" % (numbers,)).digest()
 
 
 def of_file(path: Path) -> Trace:
@@ -108,14 +114,6 @@ def agents(seed: int = 0, seconds: float = 3600.0) -> Trace:
 
     starts = np.sort(random.uniform(0, seconds, int(seconds * 1.0)))
     return _in_time(session(start) for start in starts.tolist())
-
-
-def questions(seed: int = 0, count: int = 6000) -> Trace:
-    """Prompts that nobody continues, each a system prompt and then text that is new."""
-    random = np.random.default_rng(seed)
-    fresh = _numbers()
-    system = fresh(8)
-    return [system + fresh(1 + int(random.lognormal(2.5, 0.8))) for _ in range(count)]
 
 
 def documents(seed: int = 0, count: int = 2500) -> Trace:

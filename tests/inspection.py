@@ -283,6 +283,12 @@ def keeps_all(half: "OmniScheduler", group: int) -> bool:
     return half._shared._groups[group].attention_type == "all"
 
 
+def group_id(half: "OmniScheduler", group: int) -> int:
+    """Return the index of a group among vLLM's."""
+    assert half._shared is not None
+    return half._shared.saves._group_ids[group]
+
+
 def tags_of_blocks(half: "OmniScheduler", group: int, keys: list[bytes]) -> "Tags":
     """Return the tags of blocks of a group."""
     from omni_connector.arena.block_index import tags_of

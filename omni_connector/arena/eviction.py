@@ -16,7 +16,9 @@ beginning, which ARC and S3-FIFO do not guarantee (`benchmarks/results/eviction.
 A request's blocks may be copied in several steps; `requeue` puts them into that order at its end.
 
 Where prompts rarely come again, copying them is wasted. So new blocks that would evict others may
-be passed over (`admits`): they get slots when they are seen for the second time.
+be passed over (`admits`): they get slots when they are seen for the second time. Whether blocks are
+used again is learnt by depth, which is how many of the prompt's first blocks were found: a further
+turn of a conversation finds more than its first turn does, and than a document that comes once.
 
 Slots come and go by the prompt, so the order consists of batches of slots that were used together.
 """
@@ -31,14 +33,27 @@ from numpy.typing import NDArray
 from omni_connector.config import Admission
 
 Ints = NDArray[np.int64]
+Depths = NDArray[np.uint8]
 
 _SMALL: Final = 64
 """Most slots of a batch that the next slots still join. Bounds the memory of many small batches."""
 
 _LOWER_HALF: Final = (1 << 32) - 1
 
-_WORTH: Final = 32
-"""Admission `auto` passes new blocks over while fewer than one in 32 is used again."""
+DEPTHS: Final = 16
+"""Classes of prompts by depth. In class d, 2^(d-1) blocks or more are found, and fewer than 2^d."""
+
+_WORTH: Final = 8
+"""Admission `auto` passes new blocks of a depth over while fewer than one in 8 is used again. With
+one in 32 it saves up to three times as many blocks, and finds up to 3 points fewer of all blocks or
+1 point more; see `benchmarks/results/admission.md`."""
+
+_LEAST: Final = 32
+"""New blocks of a depth before any is passed over: what became of fewer says little."""
+
+_FADES: Final = 4
+"""New blocks a slot of the arena after which counts are halved, so that old workloads fade. A block
+that is used again is used by the time the arena was filled anew, so fewer would be too few."""
 
 # The kinds of slots: used once (0), used again (1), favoured (2), pinned (3).
 _KINDS: Final = 4
@@ -92,9 +107,12 @@ class EvictionOrder:
         # overwrites an earlier one.
         self._past: Ints = np.zeros(2 * num_slots, np.int64)
         self._remembers = False  # whether any content is in it
-        # How many blocks were new, and how many were used again. Both are halved whenever as many
-        # were new as there are slots, so that old workloads fade.
-        self._new = self._used_again = 0
+        # By depth, how many blocks were new, and how many of these were used again; and the depth
+        # at which the content of each slot, and of each entry of `_past`, was new.
+        self._new = np.zeros(DEPTHS)
+        self._used_again = np.zeros(DEPTHS)
+        self._depth = np.zeros(num_slots, np.uint8)
+        self._past_depth = np.zeros(2 * num_slots, np.uint8)
 
     def here(self, slot_ids: Ints) -> NDArray[np.bool_]:
         """Which of these slots are in the order."""
@@ -116,7 +134,7 @@ class EvictionOrder:
 
     def used_again(self, slot_ids: Ints) -> None:
         """Another request uses the content of these slots."""
-        self._used_again += int(np.count_nonzero(~self._again[slot_ids]))
+        self._used_again += _by_depth(self._depth[slot_ids[~self._again[slot_ids]]])
         self._again[slot_ids] = True
 
     def favour(self, slot_ids: Ints) -> None:
@@ -154,15 +172,23 @@ class EvictionOrder:
             slot_ids: in the order of their prompts: a block that was used before implies that the
                 blocks before it in its prompt were, too.
             hashes: 64 bits of each content.
-            prompts: the index of each slot's prompt; None where all are of one prompt.
+            prompts: a small number for each slot's prompt, which modulo `DEPTHS` is its depth; None
+                where all are of one prompt of depth 0.
         """
         self._hash[slot_ids] = hashes
-        if not self._remembers:
-            self._count(len(hashes), 0)
-            return
-        known = self._known(hashes, prompts)
-        self._again[slot_ids] |= known
-        self._count(int(np.count_nonzero(~known)), int(np.count_nonzero(known)))
+        depths = _depths(hashes, prompts)
+        if self._remembers:
+            lately = self.evicted_lately(hashes)
+            known = _known(lately, prompts)
+            self._again[slot_ids] |= known
+            first = self._past_depth[hashes[lately] % len(self._past)]
+            self._used_again += _by_depth(first)
+            self._depth[slot_ids] = depths
+            self._depth[slot_ids[lately]] = first
+            depths = depths[~known]
+        else:
+            self._depth[slot_ids] = depths
+        self._count_new(depths)
 
     def admits(
         self, hashes: Ints, admission: Admission, prompts: Ints | None = None
@@ -172,34 +198,25 @@ class EvictionOrder:
         Contents passed over are remembered as if they had been evicted, so that they are admitted
         when they come again.
         """
-        rarely_again = self._used_again * _WORTH < self._new
-        if admission == "all" or (admission == "auto" and not rarely_again):
-            return np.ones(len(hashes), bool)
-        known = self._known(hashes, prompts)
-        self._remember(hashes[~known])
-        self._count(int(np.count_nonzero(~known)), 0)
-        return known
+        depths = _depths(hashes, prompts)
+        admitted = np.full(len(hashes), admission != "second_hit")
+        if admission == "auto":
+            rarely_again = (self._new >= _LEAST) & (self._used_again * _WORTH < self._new)
+            admitted = ~rarely_again[depths]
+        if admitted.all():
+            return admitted
+        admitted |= _known(self.evicted_lately(hashes), prompts)
+        passed_over = ~admitted
+        self._remember(hashes[passed_over], depths[passed_over])
+        self._count_new(depths[passed_over])
+        return admitted
 
-    def _count(self, new: int, again: int) -> None:
-        self._new += new
-        self._used_again += again
-        if self._new > self._num_slots:
-            self._new //= 2
-            self._used_again //= 2
-
-    def _known(self, hashes: Ints, prompts: Ints | None) -> NDArray[np.bool_]:
-        """Which of these contents, given as for `fill`, are remembered as evicted."""
-        known = self.evicted_lately(hashes)
-        # The entry of a block may have been overwritten. If a later block of the prompt is known,
-        # this one was there, too, and the later one is of no use without it.
-        places = np.flatnonzero(known)
-        if prompts is None:
-            known[: places.max(initial=0)] = True
-        elif len(places):
-            last = np.full(prompts.max() + 1, -1)
-            np.maximum.at(last, prompts[places], places)
-            known = np.arange(len(known)) <= last[prompts]
-        return known
+    def _count_new(self, depths: Depths) -> None:
+        """Count contents that nobody remembers."""
+        self._new += _by_depth(depths)
+        if self._new.sum() > _FADES * self._num_slots:
+            self._new /= 2
+            self._used_again /= 2
 
     def evicted_lately(self, hashes: Ints) -> NDArray[np.bool_]:
         """Which of these contents were among the last `num_slots` evicted ones, as far as
@@ -302,11 +319,48 @@ class EvictionOrder:
         """Remember the content of evicted slots; returns the slots."""
         self._stamp[slot_ids] = 0
         self._again[slot_ids] = self._favoured[slot_ids] = False
-        self._remember(self._hash[slot_ids])
+        self._remember(self._hash[slot_ids], self._depth[slot_ids])
         return slot_ids
 
-    def _remember(self, hashes: Ints) -> None:
+    def _remember(self, hashes: Ints, depths: Depths) -> None:
         self._remembers = True
-        self._past[hashes % len(self._past)] = (hashes & ~_LOWER_HALF) | (
-            self._evicted & _LOWER_HALF
-        )
+        places = hashes % len(self._past)
+        self._past[places] = (hashes & ~_LOWER_HALF) | (self._evicted & _LOWER_HALF)
+        self._past_depth[places] = depths
+
+
+def _known(lately: NDArray[np.bool_], prompts: Ints | None) -> NDArray[np.bool_]:
+    """Which contents, given as for `EvictionOrder.fill`, are known to have been evicted.
+
+    Args:
+        lately: which of them are remembered as evicted.
+    """
+    # The entry of a block may have been overwritten. If a later block of the prompt is remembered,
+    # this one was there, too, and the later one is of no use without it.
+    known = lately.copy()
+    places = np.flatnonzero(lately)
+    if prompts is None:
+        known[: places.max(initial=0)] = True
+    elif len(places):
+        last = np.full(prompts.max() + 1, -1)
+        np.maximum.at(last, prompts[places], places)
+        known = np.arange(len(known)) <= last[prompts]
+    return known
+
+
+def depth_of(blocks: int) -> int:
+    """The depth of a prompt whose first `blocks` blocks were found."""
+    return min(blocks.bit_length(), DEPTHS - 1)
+
+
+def _depths(hashes: Ints, prompts: Ints | None) -> Depths:
+    """The depth of each content, given as for `EvictionOrder.fill`."""
+    if prompts is None:
+        return np.zeros(len(hashes), np.uint8)
+    return (prompts % DEPTHS).astype(np.uint8)
+
+
+def _by_depth(depths: Depths) -> Ints:
+    """How many have each depth `(DEPTHS,)`."""
+    counts: Ints = np.bincount(depths, minlength=DEPTHS)
+    return counts

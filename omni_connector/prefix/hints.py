@@ -104,7 +104,7 @@ class Candidate:
         group: position among the transferred groups.
         block_hash: its key in arenas; see `SharedPrompt.keys`.
         block_id: vLLM's.
-        prompt: a small number for the request that has filled it.
+        prompt: a small number for the request that has filled it; see `EvictionOrder.fill`.
         tenant: see `tenant_of`.
         hints: of the requests that have filled it.
         cached_as: vLLM's hash. While vLLM finds the block by it, the block's content is unchanged.

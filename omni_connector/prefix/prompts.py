@@ -62,6 +62,7 @@ class SharedPrompt:
     hints: Hints
     tokens_ahead: int = 0  # tokens after a block that its KV depends on
     thoughts: Thoughts | None = None  # from which on its answer is not kept; None: keep all of it
+    cut: bool = False  # its answer counts among those that are kept up to a thought only
     fills_at: int = 0  # number of computed tokens at which its next block fills
     keeps: int = 0  # jobs that save its blocks to the arena; an estimate
     kept_with: int = 0  # which of the times that `PrefixSaves` considers blocks has its latest ones

@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.arena.eviction import DEPTHS, depth_of
 from omni_connector.copy.held_blocks import (
     CANCELLED,
     CopyLedger,
@@ -201,8 +202,8 @@ class PrefixSaves:
         self._changes = changes
         self.num_held = 0
         self.waiting: deque[Candidate | SharedPrompt] = deque()
-        # Values of `Candidate.prompt`, so that waiting blocks of different prompts differ.
-        self._prompt_numbers = cycle(range(1024))
+        # For `Candidate.prompt`, so that waiting blocks of different prompts differ.
+        self._prompt_numbers = cycle(range(256))
         self._sent = ExpiringSet[BlockName](_RECENT_S, context.clock)
         # Blocks that have filled and are not considered yet, by group; how many of them are of
         # prompts; the step in which the first of them filled; how often blocks were considered; and
@@ -475,7 +476,9 @@ class PrefixSaves:
         filled_at = min(fills_at)
         if kept_tokens < min(computed, filled_at):
             filled_at = _NEVER
-            self._stats.count("answers_cut")
+            if not prompt.cut:  # a reset may have come since
+                prompt.cut = True
+                self._stats.count("answers_cut")
         prompt.fills_at = filled_at + self._tokens_ahead
         return parts
 
@@ -508,7 +511,8 @@ class PrefixSaves:
             self._filled_since = self._step
         if prompt.kept_with != self._considered or not prompt.keeps:
             if not prompt.keeps:
-                prompt.number = next(self._prompt_numbers)
+                found = (prompt.reached or 0) // self._unit
+                prompt.number = next(self._prompt_numbers) * DEPTHS + depth_of(found)
             prompt.keeps += 1 + prompt.hints.keeps_here  # waiting blocks make a second job
             prompt.kept_with = self._considered
         column = self._filled[group]

@@ -536,7 +536,7 @@ class OmniScheduler:
         begun = 0  # tokens of prompts that begin with this step
         for request in scheduler_output.scheduled_new_reqs:
             tokens = len(request.prompt_token_ids or ())
-            self._report.prompt(tokens, request.num_computed_tokens)
+            self._report.prompt(request.req_id, tokens, request.num_computed_tokens)
             begun += scheduled[request.req_id]
         if self._receiver is not None:
             self._receiver.build(meta, computes=not meta.idle, begun=begun if computes else None)
@@ -614,6 +614,7 @@ class OmniScheduler:
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""
         self._follow_weights()
+        self._report.ends(request.request_id)
         self._room.ends(request.request_id)
         self._adapters.goes_on(request.request_id)
         not_begun = self._not_begun.pop(request.request_id, None) is not None

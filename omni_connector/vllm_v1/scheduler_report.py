@@ -45,6 +45,7 @@ class SchedulerReport:
         self._slot_counts: object = None  # those of the gauges
         self._service: object = None
         self._of_workers = OmniStats()
+        self._prompts: dict[str, int] = {}  # tokens of each counted prompt, by request
         self._clock = clock
         self._next_report = 0.0
 
@@ -58,9 +59,19 @@ class SchedulerReport:
         self._status.add(counted.data)
         self._of_workers.aggregate(counted)
 
-    def prompt(self, tokens: int, cached: int) -> None:
-        """See `StatusReport.prompt`."""
-        self._status.prompt(tokens, cached)
+    def prompt(self, request_id: str, tokens: int, cached: int) -> None:
+        """A step begins to compute a prompt; see `StatusReport.prompt`.
+
+        A prompt is counted once. For its V2 model runner vLLM names a request that it resumes after
+        a preemption among the new ones. The next prompt of a streaming session is longer.
+        """
+        if self._prompts.get(request_id) != tokens:
+            self._prompts[request_id] = tokens
+            self._status.prompt(tokens, cached)
+
+    def ends(self, request_id: str) -> None:
+        """A request is over."""
+        self._prompts.pop(request_id, None)
 
     def take(self) -> OmniStats | None:
         """What was counted since the last call; None when nothing changed."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from omni_connector.arena import slot_pool
-from omni_connector.arena.eviction import EvictionOrder
+from omni_connector.arena.eviction import DEPTHS, EvictionOrder, depth_of
 from omni_connector.arena.slot_pool import SlotPool
 from omni_connector.config import Admission
 
@@ -232,14 +232,14 @@ def test_where_nothing_comes_again_new_blocks_are_passed_over(
     ]
 
 
-@pytest.mark.parametrize("every", [8, 500])
+@pytest.mark.parametrize("every", [6, 500])
 def test_new_blocks_are_kept_as_long_as_enough_of_them_come_again(every: int) -> None:
     pool = SlotPool(64)
     for number in range(1, 2000):
         new = admitted(pool, str(number), "auto")
         if number % every == 0:
             pool.touch(*(np.array([each]) for each in _found(pool, str(number))))
-    assert new == (every == 8)
+    assert new == (every == 6)
 
 
 def _found(pool: SlotPool, word: str) -> tuple[int, int]:
@@ -260,13 +260,43 @@ def test_what_was_there_of_one_prompt_says_nothing_of_others(seen: list[list[boo
     assert together.tolist() == [any(of[i:]) for of in seen for i in range(len(of))]
 
 
+@pytest.mark.parametrize("learns", [True, False])
+def test_prompts_that_find_much_are_told_from_those_that_find_nothing(learns: bool) -> None:
+    """Of each two blocks one is of a prompt that found 20 blocks, and comes again."""
+    pool = SlotPool(64)
+    depth = depth_of(20) if learns else 0
+    kept = {"once": 0, "again": 0}
+    for number in range(1000):
+        for kind, prompt in (("once", 1), ("again", 2)):
+            key = f"{kind} {number}".encode()
+            prompts = np.array([prompt * DEPTHS + (depth if kind == "again" else 0)])
+            if pool.admits(0, [key], "auto", prompts).all():
+                slots = pool.keep(0, [key], 1, prompts=prompts).slots
+                pool.filled(slots)
+                pool.let_go(slots)
+                kept[kind] += 1
+                if kind == "again":
+                    pool.touch(slots, pool.generation[slots])
+    assert kept["again"] == 1000
+    assert (kept["once"] < 100) == learns
+
+
+@pytest.mark.parametrize(
+    ("blocks", "depth"), [(0, 0), (1, 1), (2, 2), (3, 2), (4, 3), (1 << 14, 15), (1 << 30, 15)]
+)
+def test_depths_are_powers_of_two(blocks: int, depth: int) -> None:
+    assert depth_of(blocks) == depth
+
+
 def test_prompts_that_begin_to_come_again_are_noticed() -> None:
     pool = SlotPool(64)
     for number in range(500):
         admitted(pool, f"once {number}", "auto")
-    for number in range(20):
-        for _ in range(2):
-            admitted(pool, f"twice {number}", "auto")
+    for number in range(100):
+        if admitted(pool, f"twice {number}", "auto"):
+            pool.touch(*(np.array([each]) for each in _found(pool, f"twice {number}")))
+        else:
+            assert admitted(pool, f"twice {number}", "auto")
     assert admitted(pool, "new", "auto")
 
 

@@ -121,11 +121,11 @@ class Promises:
         if hosts:
             self._notice_reset(half)
             slots = inspection.pinned(half)
-            before, self._pinned = self._pinned, set(inspection.tags(half)[slots].tolist())
+            self._pinned = set(inspection.tags(half)[slots].tolist())
         now = self._engine.world.now
         late, self._late = self._late, []
         for request_id, wish, g, keys, dropped in late:
-            self._asks(half, request_id, wish, g, keys, now, before, dropped=dropped)
+            self._asks(half, request_id, wish, g, keys, now, dropped=dropped)
         requests = self._engine.scheduler.requests
         ended = [each for name, each in self._running.items() if name not in requests]
         self._running = dict(requests)
@@ -140,7 +140,7 @@ class Promises:
                 self._remember(request, wish, keys)
             if hosts and (wish.prefetch or wish.pin_s):
                 for g, keys in self._newly_looked_at(half, request):
-                    self._asks(half, request_id, wish, g, keys, now, before)
+                    self._asks(half, request_id, wish, g, keys, now)
         self._nothing_unwanted(names, stored)
         if hosts:
             self._pins_stay(set(names.values()), now)
@@ -178,8 +178,21 @@ class Promises:
         return _up_to(_filled(half, request), self._filled, half, request)
 
     def _newly_looked_at(self, half: Any, request: Any) -> Iterable[tuple[int, list[bytes]]]:
+        """The blocks that the engine has looked at in this step, of those that the request has.
+
+        A request that begins with a prefix has no blocks before its window, and most blocks of
+        recurrent states hold none. Another request may have them, and asks for itself alone.
+        """
         looked_at = inspection.looked_at(half, request.request_id)
-        return _up_to(looked_at, self._looked_at, half, request)
+        tables = self._engine.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+        for g, keys in _up_to(looked_at, self._looked_at, half, request):
+            if inspection.keeps_all(half, g):
+                yield g, keys
+                continue
+            end = self._looked_at[request.request_id, g]
+            table = tables[inspection.group_id(half, g)][end - len(keys) : end]
+            pairs = zip(keys, table, strict=True)
+            yield g, [key for key, block in pairs if block.block_hash is not None]
 
     def _remember(self, request: Any, wish: Wish, keys: list[bytes]) -> None:
         hashes = [key[:_HASH_BYTES] for key in keys]
@@ -195,7 +208,6 @@ class Promises:
         group: int,
         keys: list[bytes],
         now: float,
-        before: set[int],
         *,
         dropped: bool | None = None,
     ) -> None:
@@ -229,7 +241,7 @@ class Promises:
         for key, tag, kept in zip(keys, tags, here, strict=True):
             if tag not in self._pinned:
                 refused += whole and kept and not (excused and dropped is not None)
-            elif whole or tag not in before:  # of a window, not all blocks are there to be kept
+            else:
                 name = self._beginnings[group] + key[:_HASH_BYTES]
                 pin = self._pins.setdefault(name, _Pin(tag))
                 pin.until = max(pin.until, now + wish.pin_s)

@@ -12,6 +12,7 @@ from omni_connector.runtime.metric_names import COUNTERS
 from tests.toy import BLOCK, LAYERS, PAGE
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, slots, wait
+from .test_preemption import preempt_now
 
 pytestmark = pytest.mark.vllm
 
@@ -74,6 +75,24 @@ def test_counts_add_up_over_steps_and_ranks(engine, runtime):
     assert found.counts["handoffs_offered"] == 3
     assert found.counts["blocks_saved"] == 2 * 15
     assert set(found.failures) == {"prompt_too_long"}
+
+
+@pytest.mark.parametrize("newer", [False, True], ids=["v1", "v2"])
+def test_a_prompt_that_is_resumed_counts_once(engine, runtime, newer):
+    """For its V2 model runner vLLM names resumed requests among the new ones."""
+    both = engine("kv_both", engine_id="both")
+    both.scheduler.use_v2_model_runner = newer
+    request_id = both.submit(PROMPT, max_tokens=6)
+    both.run(lambda: len(both.answers[request_id].tokens) == 2)
+    preempt_now(both, request_id)
+    both.run(lambda: both.done(request_id))
+    assert request_id in both.preempted
+    both.generate(PROMPT, 1)
+    assert_clean(both)
+    wait(lambda: told(runtime)["both"].prompt_tokens >= 2 * len(PROMPT))
+    found = told(runtime)["both"]
+    assert found.prompt_tokens == 2 * len(PROMPT)
+    assert found.cached_tokens == 4 * BLOCK
 
 
 def test_the_file_goes_with_the_engine(engine, runtime):

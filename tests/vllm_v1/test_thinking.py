@@ -54,6 +54,22 @@ def test_an_answer_is_kept_up_to_its_first_thought(answered, place):
     assert made.count("answers_cut") == 1
 
 
+def test_an_answer_that_is_computed_anew_after_new_weights_counts_once(engine):
+    place = THOUGHT["later"]
+    tokens = engine(None).generate(ASKED, ANSWER).tokens
+    made = engine("kv_both", extra=EXTRA, thinking=(tokens[place], CLOSED), instant_copies=True)
+    request_id = made.submit(ASKED, max_tokens=3 * ANSWER)
+    made.run(lambda: made.count("answers_cut") > 0)
+    assert not made.done(request_id)
+    made.runner.weights = b"new"
+    assert made.scheduler.reset_prefix_cache(reset_running_requests=True)
+    kept = made.count("blocks_saved")
+    made.run(lambda: made.done(request_id))
+    assert made.count("blocks_saved") > kept  # it was considered anew
+    assert made.count("answers_cut") == 1
+    assert_clean(made)
+
+
 @pytest.mark.parametrize("family", ["window and full", "state and full"])
 def test_so_is_that_of_a_hybrid(engine, family):
     place = THOUGHT["later"]
