@@ -29,6 +29,7 @@ BENCHMARKS = (
     "handoff",
     "host_prefix",
     "conversations",
+    "partial_tails",
     "killed_engine",
     "timeline",
     "serving",

@@ -398,6 +398,28 @@ def looked_at(half: "OmniScheduler", request_id: str) -> list[int]:
     return prompt.sent if prompt is not None else [0] * len(shared._groups)
 
 
+def tail(half: "OmniScheduler", request: Any) -> bytes | None:
+    """Return the name of the tail that an engine may keep of a request that has ended, without
+    adapter; None if it keeps none."""
+    from omni_connector.prefix.hints import NO_HINTS
+    from omni_connector.prefix.prompts import SharedPrompt
+
+    shared = half._shared
+    if shared is None or shared._tails is None:
+        return None
+    prompt = SharedPrompt(
+        request=request,
+        loads=False,
+        hashed_tokens=None,
+        adapter="",
+        block_sizes=shared._block_sizes,
+        sent=[],
+        tenant=0,
+        hints=NO_HINTS,
+    )
+    return shared._tails.name(prompt, request.num_computed_tokens)
+
+
 def now(half: "OmniScheduler") -> float:
     """Return what time it is for an engine."""
     return half._clock()

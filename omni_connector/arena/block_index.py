@@ -113,8 +113,8 @@ def tags_of(key_prefix: bytes, group: int, hashes: Sequence[bytes]) -> Tags:
         hashes: vLLM's block hashes. If all have the same length of 8 bytes or more, their first 8
             bytes are taken as random; else each is hashed, which is slower and gives other tags.
     """
-    seed = xxhash.xxh3_64_intdigest(b"%d/%b" % (group, key_prefix))
     lengths = set(map(len, hashes))
+    seed = _seed(key_prefix, group)
     if len(lengths) == 1 and min(lengths) >= 8:
         if (native := native_tags()) is not None:
             [length] = lengths
@@ -125,7 +125,24 @@ def tags_of(key_prefix: bytes, group: int, hashes: Sequence[bytes]) -> Tags:
         tags = np.ascontiguousarray(words).view(np.uint64).reshape(-1)
     else:
         tags = np.fromiter(map(xxhash.xxh3_64_intdigest, hashes), np.uint64, len(hashes))
-    tags = (tags ^ np.uint64(seed)) * _MIX
+    return _mixed(tags, seed)
+
+
+def tags_of_words(key_prefix: bytes, group: int, words: Tags) -> Tags:
+    """The tags of blocks, as `tags_of` gives them, by the first 8 bytes of their hashes.
+
+    Args:
+        words: (blocks,), in the byte order of this machine.
+    """
+    return _mixed(words, _seed(key_prefix, group))
+
+
+def _seed(key_prefix: bytes, group: int) -> int:
+    return xxhash.xxh3_64_intdigest(b"%d/%b" % (group, key_prefix))
+
+
+def _mixed(words: Tags, seed: int) -> Tags:
+    tags = (words ^ np.uint64(seed)) * _MIX
     tags ^= tags >> _HALF
     tags *= _MIX
     tags[tags == 0] = _ONE
@@ -140,7 +157,7 @@ def tag_of(key_prefix: bytes, group: int, block_hash: bytes) -> int:
             length.
     """
     tag = int.from_bytes(block_hash[:8], sys.byteorder)
-    tag ^= xxhash.xxh3_64_intdigest(b"%d/%b" % (group, key_prefix))
+    tag ^= _seed(key_prefix, group)
     tag = tag * _MIX_INT & _WORD
     tag ^= tag >> 32
     return tag * _MIX_INT & _WORD or 1

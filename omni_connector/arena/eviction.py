@@ -40,8 +40,13 @@ _SMALL: Final = 64
 
 _LOWER_HALF: Final = (1 << 32) - 1
 
-DEPTHS: Final = 16
-"""Classes of prompts by depth. In class d, 2^(d-1) blocks or more are found, and fewer than 2^d."""
+DEPTHS: Final = 17
+"""Classes of prompts by depth. In class d, 2^(d-1) blocks or more are found, and fewer than 2^d.
+The last class is that of `TAILS`."""
+
+TAILS: Final = DEPTHS - 1
+"""The depth of tails (`prefix.tails`), of which it is learnt by itself whether they are used. One
+that was used is evicted like one that was not: the request that used it leaves a longer one."""
 
 _WORTH: Final = 8
 """Admission `auto` passes new blocks of a depth over while fewer than one in 8 is used again. With
@@ -135,7 +140,12 @@ class EvictionOrder:
     def used_again(self, slot_ids: Ints) -> None:
         """Another request uses the content of these slots."""
         self._used_again += _by_depth(self._depth[slot_ids[~self._again[slot_ids]]])
-        self._again[slot_ids] = True
+        self._again[slot_ids[~self.are_tails(slot_ids)]] = True
+
+    def are_tails(self, slot_ids: Ints) -> NDArray[np.bool_]:
+        """Which of these slots hold tails."""
+        tails: NDArray[np.bool_] = self._depth[slot_ids] == TAILS
+        return tails
 
     def favour(self, slot_ids: Ints) -> None:
         """Evict the content of these slots later than other content."""
@@ -350,7 +360,7 @@ def _known(lately: NDArray[np.bool_], prompts: Ints | None) -> NDArray[np.bool_]
 
 def depth_of(blocks: int) -> int:
     """The depth of a prompt whose first `blocks` blocks were found."""
-    return min(blocks.bit_length(), DEPTHS - 1)
+    return min(blocks.bit_length(), TAILS - 1)
 
 
 def _depths(hashes: Ints, prompts: Ints | None) -> Depths:

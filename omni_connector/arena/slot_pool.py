@@ -255,13 +255,15 @@ class SlotPool:
         """Count hits of peers, which read these slots in these generations.
 
         Slots of another generation by now, and slots outside the arena, are ignored. The cached
-        slots move to the end of the eviction order, in the order given. A slot may be named twice.
+        slots move to the end of the eviction order, in the order given, except those of tails. A
+        slot may be named twice.
         """
         known = (slot_ids >= 0) & (slot_ids < len(self.generation))
         slot_ids, generations = slot_ids[known], generations[known]
         slot_ids = slot_ids[self._ready[slot_ids] & (self.generation[slot_ids] == generations)]
         self._order.used_again(slot_ids)
-        latest = slot_ids[self._order.here(slot_ids)][::-1]
+        moves = self._order.here(slot_ids) & ~self._order.are_tails(slot_ids)
+        latest = slot_ids[moves][::-1]
         _, first = np.unique(latest, return_index=True)
         cached = latest[np.sort(first)][::-1]
         self._order.remove(cached)

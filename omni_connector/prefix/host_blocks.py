@@ -22,6 +22,7 @@ from omni_connector.arena.block_index import (
     find_prefix,
     tag_of,
     tags_of,
+    tags_of_words,
 )
 from omni_connector.arena.format import header_keys
 from omni_connector.arena.slot_index import Ints
@@ -90,6 +91,18 @@ class Found:
     def is_empty(self) -> bool:
         """Whether nothing is known of any block but that no engine has it."""
         return not any(len(of.owners) for of in self.groups)
+
+    def with_blocks(self, index: int, blocks: "Sequence[FoundBlocks]") -> "Found":
+        """The same, with one block of each group in the place of that with this index."""
+        groups = [
+            FoundBlocks(
+                _put(of.owners, index, NOBODY, each.owners),
+                _put(of.slots, index, 0, each.slots),
+                _put(of.generations, index, 0, each.generations),
+            )
+            for of, each in zip(self.groups, blocks, strict=True)
+        ]
+        return Found(self.engines, groups)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,6 +252,20 @@ class HostBlocks:
         if len(parts) == 1:
             return FoundBlocks(*parts[0])
         return FoundBlocks(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+
+    def look(self, found: Found, group: int, words: Tags) -> FoundBlocks:
+        """Look for blocks of one group, each by itself.
+
+        Args:
+            found: says which engines are searched, and how they are numbered. Those that have gone
+                since have nothing.
+            words: the first 8 bytes of their keys; see `tags_of_words`.
+        """
+        numbers = [n for n, each in enumerate(found.engines) if not each.index.closed]
+        tags = tags_of_words(self._key_prefix, group, words)
+        owners, slots, generations = find_each([found.engines[n].index for n in numbers], tags)
+        whose = np.array([*numbers, NOBODY], np.int64)  # of no engine: the last one, by its -1
+        return FoundBlocks(whose[owners], slots, generations)
 
     def loads(
         self, request_id: str, found: Found, wanted: Sequence[Wanted]
@@ -511,6 +538,14 @@ def _chosen(blocks: FilledBlocks, tags: Tags, chosen: Bools) -> tuple[FilledBloc
         return blocks, tags
     places = np.flatnonzero(chosen)
     return blocks.at(places), tags[places]
+
+
+def _put(values: Ints, index: int, padding: int, value: Ints) -> Ints:
+    """A copy of `values` with one of them at an index, and padding before it where it is longer."""
+    padded: Ints = np.full(max(len(values), index + 1), padding, np.int64)
+    padded[: len(values)] = values
+    padded[index] = value[0]
+    return padded
 
 
 def _padded(found: Ints, wanted: Wanted, value: int) -> Ints:

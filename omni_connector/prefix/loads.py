@@ -78,6 +78,9 @@ class PrefixLoads:
         """
         request_id = prompt.request.request_id
         wanted: list[Wanted] = []
+        tail: list[bytes] = []
+        if prompt.tail is not None and prompt.tail.end == end:
+            tail.append(prompt.tail.name)
         for g, shape in enumerate(self._groups.shapes):
             if not shape.is_cached:
                 # vLLM lets prefixes end where the tokens after them read no ring.
@@ -88,12 +91,17 @@ class PrefixLoads:
                 raise RuntimeError(f"request {request_id}: vLLM allocated no block of group {g}")
             first = start // shape.block_size
             block_ids = np.array(table[first : read.stop], np.int64)
-            hashes = prompt.names[g][read.start : read.stop]
+            hashes = prompt.names[g][read.start : end // shape.block_size]
+            hashes += tail
             wanted.append(Wanted(first, block_ids, read, hashes))
         prompt.failure = None
         loads: list[tuple[TransferSpec, str]] = []
         if self._host is not None and prompt.found is not None:
-            keyed = [replace(each, hashes=prompt.keys(each.hashes)) for each in wanted]
+            keyed = []
+            for each in wanted:
+                full = each.hashes[: len(each.hashes) - len(tail)]
+                # The name of a tail is its key.
+                keyed.append(replace(each, hashes=prompt.keys(full) + tail))
             specs, left = self._host.loads(request_id, prompt.found, keyed)
             loads += [(spec, "tokens_kept" if own else "tokens_from_host") for spec, own in specs]
             wanted = [

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
+from typing import NamedTuple
 
 from omni_connector.copy.held_blocks import EngineRequest
 from omni_connector.kv.block_names import block_names
@@ -48,6 +49,18 @@ class SharedGroups:
         return math.lcm(*(shape.block_size for shape in self.shapes))
 
 
+class Tail(NamedTuple):
+    """The end of a prefix that ends within a block.
+
+    Attributes:
+        end: tokens of the prefix.
+        name: of the block with its last tokens, in each group.
+    """
+
+    end: int
+    name: bytes
+
+
 @dataclass(slots=True, eq=False)
 class SharedPrompt:
     """A prompt of a request that shares its prefix."""
@@ -63,6 +76,9 @@ class SharedPrompt:
     tokens_ahead: int = 0  # tokens after a block that its KV depends on
     thoughts: Thoughts | None = None  # from which on its answer is not kept; None: keep all of it
     cut: bool = False  # its answer counts among those that are kept up to a thought only
+    # Parts of it, each by its first token and end, that are no tokens: of images, or embeddings.
+    opaque: tuple[tuple[int, int], ...] = ()
+    tail: Tail | None = None  # with which the tokens end that are offered; None: with full blocks
     fills_at: int = 0  # number of computed tokens at which its next block fills
     keeps: int = 0  # jobs that save its blocks to the arena; an estimate
     kept_with: int = 0  # which of the times that `PrefixSaves` considers blocks has its latest ones

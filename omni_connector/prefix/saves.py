@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.arena.eviction import DEPTHS, depth_of
+from omni_connector.arena.eviction import DEPTHS, TAILS, depth_of
 from omni_connector.copy.held_blocks import (
     CANCELLED,
     CopyLedger,
@@ -25,12 +25,13 @@ from omni_connector.copy.held_blocks import (
     EngineBlock,
 )
 from omni_connector.copy.prefix_jobs import StoreSaveSpec
-from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, whole_blocks
+from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, whole_blocks
 from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.hints import NO_HINTS, Candidate, FilledBlocks, Hints
 from omni_connector.prefix.host_blocks import MAX_IN_ORDER, HostBlocks
 from omni_connector.prefix.key_prefix import KeyPrefix
 from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
+from omni_connector.prefix.tails import Tails
 from omni_connector.runtime.bounded import ExpiringSet
 from omni_connector.runtime.context import EngineContext
 from omni_connector.stores.shared_blocks import BlockName
@@ -132,6 +133,7 @@ class PrefixSaves:
         ledger: the copy jobs.
         groups: the cache groups that this engine keeps.
         num_blocks: KV blocks of this engine.
+        tails: names the ends of requests within blocks; None keeps none.
         finds: says of each block whether vLLM's own prefix cache finds it by its hash; given one
             of vLLM's groups, the ids of the blocks, and their hashes.
         context: clock and statistics.
@@ -142,6 +144,7 @@ class PrefixSaves:
         waiting: blocks to copy in later steps, which may be steps without tokens. A finished prompt
             stands behind its last waiting block.
         num_filled: blocks that have filled and are not considered yet.
+        queued: jobs that start with the next step, by number. `SharedPrefix.build` takes them.
     """
 
     def __init__(
@@ -154,6 +157,7 @@ class PrefixSaves:
         ledger: CopyLedger,
         groups: SharedGroups,
         num_blocks: int,
+        tails: Tails | None,
         finds: Callable[[int, Sequence[int], Sequence[bytes]], list[bool]],
         context: EngineContext,
         changes: BlockChanges[Any] | None,
@@ -196,11 +200,13 @@ class PrefixSaves:
         self._tokens_ahead = groups.tokens_ahead
         self._num_blocks = num_blocks
         self._max_held = max(1, num_blocks // _HELD_PART)
+        self._tails = tails
         self._finds = finds
         self._clock = context.clock
         self._stats = context.stats
         self._changes = changes
         self.num_held = 0
+        self.queued: dict[int, TransferSpec] = {}
         self.waiting: deque[Candidate | SharedPrompt] = deque()
         # For `Candidate.prompt`, so that waiting blocks of different prompts differ.
         self._prompt_numbers = cycle(range(256))
@@ -286,10 +292,10 @@ class PrefixSaves:
         if self.waiting:  # new blocks that may wait queue up behind
             asked = [np.flatnonzero(each.mask(attrgetter("keeps_here"))) for each in new]
             pairs = list(zip(new, asked, strict=True))
-            self._keep(meta, host, [each.at(places) for each, places in pairs], 0, unsure)
+            self._keep(meta.saves, host, [each.at(places) for each, places in pairs], 0, unsure)
             others = [np.setdiff1d(np.arange(len(each)), places) for each, places in pairs]
             new = [each.at(places) for each, places in zip(new, others, strict=True)]
-        self._keep(meta, host, new, self._max_held - self.num_held, unsure)
+        self._keep(meta.saves, host, new, self._max_held - self.num_held, unsure)
         for prompt in over:
             self._leave(prompt)
 
@@ -310,6 +316,8 @@ class PrefixSaves:
         self._forget(prompt)
         if self._host is None:
             return
+        if blocks_of is not None and self._tails is not None:
+            self._keep_tail(prompt, self._host, self._tails, blocks_of)
         request = prompt.request
         # The last token of an answer is not computed.
         end = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -328,6 +336,46 @@ class PrefixSaves:
             self._over.append(prompt)
         else:
             self._leave(prompt)
+
+    def _keep_tail(
+        self, prompt: SharedPrompt, host: HostBlocks, tails: Tails, blocks_of: BlocksOf
+    ) -> None:
+        """Keep the blocks in which a request ends.
+
+        They are held from now on, as vLLM frees them after this call. A step under way may still
+        compute a token of the request. It ends before the copy begins, and vLLM counts the token as
+        computed.
+        """
+        request = prompt.request
+        end = request.num_computed_tokens
+        if (
+            not prompt.scheduled
+            or prompt.had is not None
+            or prompt.jobs
+            or prompt.hints.cache == "no"
+            or max(prompt.sent) >= _NEVER
+            or self._step <= self._doubtful_until
+            or prompt.kept_tokens(end) < end
+        ):
+            return
+        name = tails.name(prompt, end)
+        if name is None:
+            return
+        blocks = blocks_of(request.request_id)
+        filled: list[FilledBlocks] = []
+        for g, shape in enumerate(self._groups):
+            table, index = blocks[self._group_ids[g]], end // shape.block_size
+            if index >= len(table) or table[index].is_null:
+                return
+            block_id = table[index].block_id
+            # Of its hints none is followed: the next turn, which asks for the same, leaves another.
+            one = Candidate(g, name, block_id, TAILS, prompt.tenant)
+            filled.append(FilledBlocks.of([one]))
+        most = self._max_held - self.num_held
+        if host.room(most) < len(filled):
+            self._stats.count("blocks_dropped", len(filled))
+            return
+        self._keep(self.queued, host, filled, most, unsure=False)
 
     def _leave(self, prompt: SharedPrompt) -> None:
         if self.waiting and prompt.hints.keeps_here:
@@ -366,7 +414,9 @@ class PrefixSaves:
         of_groups: list[list[Candidate]] = [[] for _ in self._groups]
         for each in turn.values():
             of_groups[each.group].append(each)
-        self._keep(meta, host, [FilledBlocks.of(each) for each in of_groups], room, unsure=True)
+        self._keep(
+            meta.saves, host, [FilledBlocks.of(each) for each in of_groups], room, unsure=True
+        )
         for prompt in over:
             self._put_in_order(prompt)
 
@@ -398,13 +448,13 @@ class PrefixSaves:
 
     def _keep(
         self,
-        meta: CopyWork,
+        saves: dict[int, TransferSpec],
         host: HostBlocks,
         filled: Sequence[FilledBlocks],
         most: int,
         unsure: bool,
     ) -> None:
-        """Start a job that copies blocks to the arena.
+        """Start a job that copies blocks to the arena, and enter it into `saves`.
 
         Args:
             unsure: whether vLLM may have evicted some of them.
@@ -431,7 +481,7 @@ class PrefixSaves:
 
         job_id = self._ledger.start(spec.blocks, end, soon=_COPY_S)
         host.keeping[job_id] = spec
-        meta.saves[job_id] = spec
+        saves[job_id] = spec
 
     def _fill(
         self, prompt: SharedPrompt, computed: int, blocks_of: BlocksOf

@@ -33,6 +33,7 @@ from omni_connector.prefix.lookups import Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
 from omni_connector.prefix.saves import BlocksOf, PrefixSaves
+from omni_connector.prefix.tails import Tails
 from omni_connector.prefix.thinking import ThinkingTokens, Thoughts
 from omni_connector.runtime.context import EngineContext
 
@@ -55,6 +56,7 @@ class SharedPrefix:
         loads: starts the copies of blocks that were found.
         saves: starts the copies of blocks that have filled.
         groups: the cache groups that this engine keeps.
+        tails: finds the ends of earlier requests within blocks; None finds none.
         prefix: of this engine's keys.
         hint_rules: which hints of requests are followed.
         thinking: the tokens with which a reasoning model thinks; None where they are not known.
@@ -73,6 +75,7 @@ class SharedPrefix:
         loads: PrefixLoads,
         saves: PrefixSaves,
         groups: SharedGroups,
+        tails: Tails | None,
         prefix: KeyPrefix,
         hint_rules: HintRules,
         thinking: ThinkingTokens | None,
@@ -90,6 +93,7 @@ class SharedPrefix:
         self._block_sizes = groups.block_sizes
         self._unit = groups.unit
         self._tokens_ahead = groups.tokens_ahead
+        self._tails = tails
         self._prefix = prefix
         self._hint_rules = hint_rules
         self._thinking = thinking
@@ -135,12 +139,21 @@ class SharedPrefix:
         self._hints[request_id] = hints
         return hints
 
-    def add(self, request: EngineRequest, *, stops_early: bool = False, adapter: str = "") -> None:
+    def add(
+        self,
+        request: EngineRequest,
+        *,
+        stops_early: bool = False,
+        adapter: str = "",
+        opaque: tuple[tuple[int, int], ...] = (),
+    ) -> None:
         """A request has arrived: look its prompt up.
 
         Args:
             stops_early: whether its prompt was shortened, but its hashes were not.
             adapter: digest of its LoRA adapter's content; "" without one.
+            opaque: parts of the prompt, each by its first token and end, whose ids do not say what
+                they are, as those of images.
         """
         hints = self._hints.pop(request.request_id, NO_HINTS)
         prompt = SharedPrompt(
@@ -156,6 +169,7 @@ class SharedPrefix:
             tenant=self._hint_rules.tenant(request.cache_salt),
             hints=hints,
             thoughts=self._thoughts(hints),
+            opaque=opaque,
         )
         self._prompts[request.request_id] = prompt
         self._look_up(prompt)
@@ -213,6 +227,13 @@ class SharedPrefix:
                 return None
             self._stats.fail("store_lookup_timeout")
             prompt.lookup, prompt.late = None, True
+        prompt.tail = None
+        if self._tails is not None and prompt.found is not None:
+            most = prompt.last_reachable(request.num_tokens, 1)
+            found = self._tails.find(prompt, num_computed, reach, most)
+            if found is not None:
+                prompt.tail, prompt.found = found
+                reach = prompt.tail.end
         prompt.local = num_computed
         prompt.offered = max(0, reach - num_computed)
         prompt.missed = not prompt.offered and num_computed < last and bool(prompt.lookup)
@@ -269,7 +290,8 @@ class SharedPrefix:
         prompt.found = None
 
     def build(self, meta: CopyWork) -> None:
-        """Add this step's loads to `meta`; `saves` adds the rest."""
+        """Add this step's loads to `meta`, and what requests that have ended left; `saves` adds the
+        rest."""
         for prompt, local in self._not_loaded:
             # Only now, after scheduling, `num_computed_tokens` includes the tokens that a connector
             # beside this one loads.
@@ -278,6 +300,9 @@ class SharedPrefix:
         if self.loads.queued:
             meta.loads |= self.loads.queued
             self.loads.queued.clear()
+        if self.saves.queued:
+            meta.saves |= self.saves.queued
+            self.saves.queued.clear()
 
     def finish(self, request_id: str, blocks_of: BlocksOf | None) -> None:
         """The request is over. A load under way is told to stop.

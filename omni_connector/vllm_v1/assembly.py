@@ -55,6 +55,7 @@ from omni_connector.prefix.prompts import SharedGroups
 from omni_connector.prefix.restarts import Label, leave_index
 from omni_connector.prefix.saves import PrefixSaves
 from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.prefix.tails import Tails, keeps_tails
 from omni_connector.prefix.thinking import ThinkingTokens
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.metric_names import COUNTERS
@@ -62,6 +63,7 @@ from omni_connector.runtime.trace import FileTrace
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.shared_blocks import key_prefix, readers_id
 from omni_connector.vllm_v1.compat import (
+    goes_on_within_blocks,
     hash_block_size,
     most_blocks_of_a_prompt,
     thinking_tokens,
@@ -459,6 +461,9 @@ class _Assembly:
             store = surroundings.block_store(config.store, 0)
             lookups = StoreLookups(store, self._ours.stages, self._ours.ranks, self._context)
         host = self._host_blocks(prefix.in_arenas)
+        tails = None
+        if host is not None and goes_on_within_blocks() and keeps_tails(groups):
+            tails = Tails(groups, host)
         shared = SharedPrefix(
             host=host,
             lookups=lookups,
@@ -479,11 +484,13 @@ class _Assembly:
                 ledger=self._ledger,
                 groups=groups,
                 num_blocks=self._kv_cache_config.num_blocks,
+                tails=tails,
                 finds=self._finds,
                 context=self._context,
                 changes=changes,
             ),
             groups=groups,
+            tails=tails,
             prefix=prefix,
             hint_rules=HintRules(frozenset(config.hints), frozenset(config.tenants)),
             thinking=self._thinking_tokens(),

@@ -135,6 +135,17 @@ def caches_prefixes(spec: "KVCacheSpec") -> bool:
     return bool(getattr(spec, "prefix_cacheable", True))
 
 
+def goes_on_within_blocks() -> bool:
+    """Whether vLLM is known to compute a prompt right that goes on within a block with a state,
+    however many tokens are left: its next step ends with that block at the latest.
+
+    From 0.32 on. 0.30 and 0.31 are known to go on there with the last token of a prompt.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return hasattr(KVConnectorBase_V1, "register_finished_partial_tail")  # it came with that
+
+
 def replays_prefix(spec: "KVCacheSpec") -> bool:
     """Whether vLLM computes the last window of a prefix again after it was found in a cache.
 

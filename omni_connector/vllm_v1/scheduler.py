@@ -59,7 +59,13 @@ from omni_connector.vllm_v1.metadata import (
 )
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.older_runners import tells_failure
-from omni_connector.vllm_v1.requests import drop_unusable, prompt_of, recompute, take_hints
+from omni_connector.vllm_v1.requests import (
+    drop_unusable,
+    opaque_parts,
+    prompt_of,
+    recompute,
+    take_hints,
+)
 from omni_connector.vllm_v1.scheduler_report import SchedulerReport
 from omni_connector.vllm_v1.specs import attends_to_all, fails_by_block, state_block_size
 from omni_connector.vllm_v1.undrafted import UndraftedBlocks
@@ -295,7 +301,9 @@ class OmniScheduler:
         named = request.prompt_embeds is None or not self._tokens_ahead
         if self._shared is not None and named and not request.resumable:
             truncated = self._stops_early and wants_handoff(request.kv_transfer_params or {})
-            self._shared.add(request, stops_early=truncated, adapter=adapter)
+            self._shared.add(
+                request, stops_early=truncated, adapter=adapter, opaque=opaque_parts(request)
+            )
 
     def _follow_params(self, request: "Request", adapter: str, refusals: Refusals) -> None:
         params = request.kv_transfer_params

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from omni_connector.arena import slot_pool
-from omni_connector.arena.eviction import DEPTHS, EvictionOrder, depth_of
+from omni_connector.arena.eviction import DEPTHS, TAILS, EvictionOrder, depth_of
+from omni_connector.arena.slot_index import Ints
 from omni_connector.arena.slot_pool import SlotPool
 from omni_connector.config import Admission
 
@@ -113,6 +114,48 @@ def test_readers_hits_count_in_the_order_in_which_they_are_told() -> None:
     pool.touch(numbers, pool.generation[numbers])
     use(pool, "d", "e", "f")
     assert (kept(pool, "a", "b"), kept(pool, "c")) == (1, 0)
+
+
+def keep_tail(pool: SlotPool, name: bytes) -> Ints:
+    slots = pool.keep(0, [name], 1, prompts=np.array([TAILS])).slots
+    pool.filled(slots)
+    pool.let_go(slots)
+    return slots
+
+
+def test_a_tail_that_was_used_is_evicted_like_one_that_was_not() -> None:
+    pool = SlotPool(4)
+    used = keep_tail(pool, b"used")
+    keep_tail(pool, b"other")
+    (block,) = use(pool, "a")
+    pool.touch(used, pool.generation[used])
+    pool.touch(np.array([block]), pool.generation[[block]])
+    use(pool, "b", "c")
+    there = pool.places(0, [b"used", b"other"]) >= 0
+    assert there.tolist() == [False, True]
+    use(pool, "d")
+    assert kept(pool, "a") == 1
+
+
+@pytest.mark.parametrize("tails_are_used", [True, False])
+def test_of_tails_and_blocks_it_is_learnt_apart_whether_they_are_used(tails_are_used: bool) -> None:
+    pool = SlotPool(64)
+    admitted = {"tail": 0, "block": 0}
+    for number in range(500):
+        for kind, depth in (("tail", TAILS), ("block", 0)):
+            key = blake2b(f"{kind} {number}".encode()).digest()[:32]
+            prompts = np.array([depth])
+            if not pool.admits(0, [key], "auto", prompts).all():
+                continue
+            admitted[kind] += 1
+            slots = pool.keep(0, [key], 1, prompts=prompts).slots
+            pool.filled(slots)
+            pool.let_go(slots)
+            if tails_are_used == (kind == "tail"):
+                pool.touch(slots, pool.generation[slots])
+    used, other = ("tail", "block") if tails_are_used else ("block", "tail")
+    assert admitted[used] == 500
+    assert admitted[other] < 150
 
 
 def test_hits_on_other_generations_and_on_no_slots_are_ignored() -> None:

@@ -7,48 +7,16 @@ import pytest
 
 from omni_connector.plugin import installed_vllm
 from omni_connector.prefix import saves
-from tests import inspection
-from tests.simulation import check
 from tests.toy import BLOCK
 
 from . import harness
-from .harness import assert_clean, hand_off, prompt, wait
-from .stores import MASTER, PREFIX, QUESTION, landed
+from .harness import assert_clean, hand_off, prompt
+from .places import Place, ask, publish
+from .stores import MASTER, PREFIX, QUESTION
 
 pytestmark = pytest.mark.vllm
 
 FAMILIES = ["state and full", "all three"]
-
-
-class Place:
-    """Where engines find each other's blocks."""
-
-    def __init__(self, engine, extra, counter):
-        self._engine = engine
-        self._extra = extra
-        self._made = []
-        self._counter = counter
-
-    def __call__(self, role="kv_both", **options):
-        options = {"usable_blocks": 120, **options}  # copies under way may hold a quarter
-        self._made.append(self._engine(role, extra=self._extra, **options))
-        if "share" in self._extra:
-            for each in self._made:
-                neighbours = inspection.neighbours(each.half)
-                neighbours.look()
-                wait(lambda of=neighbours: len(of.present()) == len(self._made) - 1)
-                each._before = check.sizes(each)
-        return self._made[-1]
-
-    def settle(self, *engines):
-        """Wait until all that engines have computed is where others find it."""
-        assert_clean(*engines)
-        if "store" in self._extra:
-            landed(*engines)
-
-    def loaded(self, engine):
-        """Tokens that were not computed."""
-        return engine.count(self._counter)
 
 
 @pytest.fixture(params=["arena", "store"])
@@ -58,13 +26,6 @@ def place(request, engine, shelf):
     return Place(engine, MASTER, "tokens_shared")
 
 
-def publish(place, engine, text=PREFIX, **options):
-    """Have an engine compute a prompt; its answer, once others find it."""
-    answer = engine.generate(text, **options).tokens
-    place.settle(engine)
-    return answer
-
-
 def splits_whole_blocks():
     """Whether vLLM leaves a state before the last block of a prompt that ends with a block.
 
@@ -72,13 +33,6 @@ def splits_whole_blocks():
     """
     major, minor, *_ = installed_vllm().version.split(".")
     return (int(major), int(minor)) >= (0, 32)
-
-
-def ask(place, engine, text, expected, count=6):
-    """What an engine loads for a prompt; its answer has to be what is expected."""
-    before = place.loaded(engine)
-    assert engine.generate(text, count).tokens == expected.generate(text, count).tokens
-    return place.loaded(engine) - before
 
 
 @pytest.mark.parametrize(
@@ -142,7 +96,7 @@ def test_a_request_that_goes_on_leaves_the_states_alone_that_are_being_copied(
     held.open()
     place.settle(first)
     told = QUESTION + first.answers[ids[0]].tokens
-    assert ask(place, second, [*told, 5], alone) == len(told) // BLOCK * BLOCK
+    assert ask(place, second, [*told, 5], alone) == place.reach(len(told) - 1)
     assert ask(place, second, [*prompt(70)[: 4 * BLOCK], 5], alone) == 4 * BLOCK
     assert_clean(first, second)
 
@@ -192,7 +146,7 @@ def test_a_handed_off_prompt_and_its_answer_are_found_by_a_third_engine(place, e
         place.settle(prefill, decode)
         third = place(**options)
         told = [*text, *answer, 3]
-        assert ask(place, third, told, alone) == (len(told) - 2) // BLOCK * BLOCK
+        assert ask(place, third, told, alone) == place.reach(len(told) - 2)
     assert_clean(prefill, decode)
 
 
@@ -201,7 +155,7 @@ def test_every_model_runner_shares_states(place, engine, runner):
     first = place(lifecycle=runner(), **options)
     second = place(lifecycle=runner(), **options)
     told = QUESTION + publish(place, first, QUESTION, max_tokens=2 * BLOCK)
-    assert ask(place, second, [*told, 5], engine(**options)) == (len(told) - 1) // BLOCK * BLOCK
+    assert ask(place, second, [*told, 5], engine(**options)) == place.reach(len(told) - 1)
     assert_clean(first, second)
 
 
@@ -236,7 +190,9 @@ def test_states_that_vllm_does_not_keep_are_not_shared(place, engine, monkeypatc
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-def test_states_within_a_block_stay_with_their_engine(place, engine, monkeypatch, overlap):
+def test_states_that_vllm_keeps_within_blocks_stay_with_their_engine(
+    place, engine, monkeypatch, overlap
+):
     """With `--prefix-match-unit` vLLM itself finds prompts that end within a block."""
     make = harness._vllm_config
 
@@ -253,6 +209,6 @@ def test_states_within_a_block_stay_with_their_engine(place, engine, monkeypatch
         for each in (second, first):
             question = [*told[:end], *prompt(9, seed=end)]
             assert each.generate(question, 20).tokens == alone.generate(question, 20).tokens
-    assert place.loaded(second) == 7 * BLOCK
+    assert place.loaded(second) == place.reach(len(told) - 1)
     assert not second.failures()
     assert_clean(first, second)

@@ -81,6 +81,38 @@ SHARING: Final = (
         ),
     ),
     mutant(
+        "tails are found by their length",
+        "a request goes on behind other tokens than its own, if they are as many",
+        (
+            "omni_connector.kv.tails",
+            "    ids = np.asarray(tokens, np.int64).view(np.uint64)\n",
+            "    ids = np.zeros(len(tokens), np.uint64)\n",
+        ),
+        (
+            "omni_connector.kv.tails",
+            '    content = array("q", tokens).tobytes()\n',
+            '    content = array("q", [len(tokens)]).tobytes()\n',
+        ),
+    ),
+    mutant(
+        "tails end with tokens that nobody knows",
+        "a tail is named by the tokens that are known, and its state has read one more",
+        (
+            "omni_connector.prefix.tails",
+            "        return min([known, *(",
+            "        return min([1 << 40, *(",
+        ),
+    ),
+    mutant(
+        "a tail is named by one token too few",
+        "the state of a tail has read a token that the tail has not",
+        (
+            "omni_connector.prefix.saves",
+            "        end = request.num_computed_tokens\n        if (\n",
+            "        end = request.num_computed_tokens - 1\n        if (\n",
+        ),
+    ),
+    mutant(
         "an index outlives its epoch",
         "after a reset peers find what was kept before",
         (

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of tails: of the tokens of a request after its last full block.
+
+vLLM hashes full blocks. A tail is named by the key of the block before it and by its own tokens. A
+prompt may begin with a tail of any length, so a look-up tries all lengths at once: a name begins
+with a fingerprint, and the fingerprints of all beginnings of a block cost one pass of numpy. The
+index finds a block by the first bytes of its key (see `block_index.tags_of`). The rest of the name
+is a cryptographic hash, which is made for lengths that the index has alone. The reader of a slot
+compares the whole name.
+"""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+FINGERPRINT_BYTES: Final = 8
+"""Bytes of a name that `fingerprints` gives."""
+
+_HASH_BYTES: Final = 16
+"""Bytes of a name after the fingerprint. The header of a slot has room for so many."""
+
+# Odd constants, and shifts, of a mixing of 64 bits.
+_TOKEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_PLACE: Final = np.uint64(0xC2B2AE3D27D4EB4F)
+_MIX: Final = np.uint64(0xD6E8FEB86659FD93)
+_HALF: Final = np.uint64(32)
+
+
+def fingerprints(parent: bytes, tokens: Sequence[int]) -> NDArray[np.uint64]:
+    """The fingerprint of each tail that these tokens begin with: of one token, of two, and so on.
+
+    Args:
+        parent: key of the block before the first token.
+        tokens: consecutive ones `(n,)`, not negative.
+
+    Returns:
+        `(n,)`. They tell tails from each other, and withstand nobody who looks for equal ones.
+    """
+    ids = np.asarray(tokens, np.int64).view(np.uint64)
+    places = np.arange(1, len(ids) + 1, dtype=np.uint64)
+    mixed = _mixed(ids * _TOKEN + places * _PLACE)
+    seed = np.frombuffer(blake2b(parent, digest_size=8).digest(), np.uint64)
+    return _mixed(np.cumsum(mixed, dtype=np.uint64) ^ seed)
+
+
+def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    words = (words ^ words >> _HALF) * _MIX
+    words = (words ^ words >> _HALF) * _MIX
+    return words ^ words >> _HALF
+
+
+def tail_name(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The name of the tail of these tokens, at least one; see `fingerprints`."""
+    content = array("q", tokens).tobytes()
+    known = blake2b(content, digest_size=_HASH_BYTES, key=parent[:64], person=b"omni-tail-1")
+    fingerprint: bytes = fingerprints(parent, tokens)[-1].tobytes()
+    return fingerprint + known.digest()

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tails: the blocks in which requests end, kept in the arenas of the host beside full blocks.
+
+A model with recurrent states has large blocks (784 tokens and more), and a state in the arena only
+where a block ends. So the next turn of a conversation would compute up to a block of tokens again
+that the turn before has computed. When a request ends, its last block is full in part, and the
+state is that of its last computed token. Both are kept as a *tail*, under the name of its tokens
+(see `kv.tails`), and a prompt that begins with all tokens of that request goes on there:
+
+    the request      [ block ][ block ][ tail..
+    the next turn    [ block ][ block ][ tail..][ new tokens
+                       loaded   loaded   loaded   computed
+
+A loaded tail is the request's own block: vLLM writes on in it, and names it when it is full.
+"""
+
+from hashlib import blake2b
+from typing import Final
+
+import numpy as np
+
+from omni_connector.kv.shapes import leading_group
+from omni_connector.kv.tails import fingerprints, tail_name
+from omni_connector.prefix.host_blocks import Found, HostBlocks
+from omni_connector.prefix.prompts import SharedGroups, SharedPrompt, Tail
+
+_LEAST_PART: Final = 16
+"""A tail has at least 1/16 of the tokens of a block: each takes as many slots as a block."""
+
+_MOST_TOKENS: Final = 1 << 14
+"""Tokens of a prompt whose tails are looked up at most, in whole blocks: 1 ms of the engine's
+thread, where no tail is found. A prompt whose full blocks have states has few."""
+
+_MOST_TRIED: Final = 4
+"""Tails in one block that are tried at most, the longest first. Of most, all slots are there."""
+
+
+def keeps_tails(groups: SharedGroups) -> bool:
+    """Whether tails are worth their slots: there are states, which the arena has at the ends of
+    blocks alone. And whether they are known to be right: blocks of all groups end together, and no
+    group keeps what vLLM's prefix cache has not."""
+    sizes = {shape.block_size for shape in groups.shapes}
+    types = {shape.attention_type for shape in groups.shapes}
+    cached = all(shape.is_cached for shape in groups.shapes)
+    return len(sizes) == 1 and {"all", "last"} <= types and cached and not groups.tokens_ahead
+
+
+class Tails:
+    """Names the tails of requests, and finds those that prompts begin with.
+
+    Args:
+        groups: for which `keeps_tails`.
+        host: the arenas of this host.
+    """
+
+    def __init__(self, groups: SharedGroups, host: HostBlocks) -> None:
+        self._shapes = groups.shapes
+        self._host = host
+        self._unit = groups.unit
+        self._least = max(1, self._unit // _LEAST_PART)
+        self._leading = leading_group(groups.shapes)
+        # Each tail has one block here, and few blocks of other kinds are there to be looked up.
+        types = [shape.attention_type for shape in groups.shapes]
+        self._states = types.index("last")
+
+    def name(self, prompt: SharedPrompt, end: int) -> bytes | None:
+        """The name of the tail of the first `end` tokens of a request; None if it is not kept, as
+        where a step under way computes a token that nobody will know."""
+        begin = end // self._unit * self._unit
+        if end - begin < self._least or end > self._plain_until(prompt, begin):
+            return None
+        parent = self._parent(prompt, begin // self._unit)
+        return (
+            None if parent is None else tail_name(parent, prompt.request.all_token_ids[begin:end])
+        )
+
+    def find(
+        self, prompt: SharedPrompt, start: int, reach: int, last: int
+    ) -> tuple[Tail, Found] | None:
+        """The longest prefix of a prompt that ends with a tail.
+
+        Args:
+            prompt: with what the arenas of the host have of it.
+            start: tokens that vLLM has itself.
+            reach: tokens up to which full blocks can be loaded; tails that end before are of no
+                use.
+            last: the most tokens that the prefix may have.
+
+        Returns:
+            The tail, and `prompt.found` with its blocks; None if there is none.
+        """
+        assert prompt.found is not None
+        held = prompt.held()
+        # A tail needs all tokens before it, but no state.
+        whole = last
+        for shape, of_group in zip(self._shapes, held, strict=True):
+            if shape.attention_type == "all":
+                block = of_group.reach(start // self._unit)
+                whole = min(whole, block * self._unit)
+        end = whole // self._unit
+        first = max(reach // self._unit, end + 1 - -(-_MOST_TOKENS // self._unit))
+        for block in range(end, first - 1, -1):
+            if found := self._find(prompt, block, max(start, reach), last):
+                tail, blocks = found
+                read = [shape.needed(tail.end, start) for shape in self._shapes]
+                spans = [(np.array([each.start]), np.array([block])) for each in read]
+                pairs = zip(held, spans, self._shapes, strict=True)
+                # Windows reach back to full blocks, which must be there, too.
+                if all(
+                    of_group.has(*span)[0]
+                    for of_group, span, shape in pairs
+                    if shape.attention_type not in ("all", "last")
+                ):
+                    return tail, blocks
+        return None
+
+    def _find(
+        self, prompt: SharedPrompt, block: int, reach: int, last: int
+    ) -> tuple[Tail, Found] | None:
+        """The longest tail within one block that ends after `reach`, and not after `last`."""
+        assert prompt.found is not None
+        begin = block * self._unit
+        end = min(begin + self._unit - 1, last, self._plain_until(prompt, begin))
+        least = max(self._least, reach + 1 - begin)
+        parent = self._parent(prompt, block)
+        if end - begin < least or parent is None:
+            return None
+        tokens = list(prompt.request.all_token_ids[begin:end])
+        words = fingerprints(parent, tokens)
+        there = self._host.look(prompt.found, self._states, words[least - 1 :]).owners >= 0
+        for place in np.flatnonzero(there)[: -_MOST_TRIED - 1 : -1].tolist():
+            number = least + place
+            word = words[number - 1 : number]
+            blocks = [self._host.look(prompt.found, g, word) for g in range(len(self._shapes))]
+            if all(of_group.there[0] for of_group in blocks):
+                name = tail_name(parent, tokens[:number])
+                return Tail(begin + number, name), prompt.found.with_blocks(block, blocks)
+        return None
+
+    def _parent(self, prompt: SharedPrompt, block: int) -> bytes | None:
+        """What the name of a tail in this block says of all tokens before it; None if not known.
+
+        Of the first block it says what vLLM's hash of any block says beside tokens.
+        """
+        if block == 0:
+            salt = prompt.request.cache_salt
+            told = b"" if salt is None else b"=" + salt.encode("utf-8", "surrogatepass")
+            return blake2b(told, key=prompt.adapter.encode()[: blake2b.MAX_KEY_SIZE]).digest()
+        before = prompt.full_hashes(self._leading, block - 1, block)
+        return prompt.keys(before)[0] if before else None
+
+    def _plain_until(self, prompt: SharedPrompt, begin: int) -> int:
+        """The tokens of a request up to which those from `begin` on say by their ids what they
+        are."""
+        known = prompt.request.num_tokens if prompt.hashed_tokens is None else prompt.hashed_tokens
+        return min([known, *(first for first, end in prompt.opaque if end > begin)])

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The next turn of a conversation goes on within the block in which the turn before ended."""
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from omni_connector.prefix import tails
+from omni_connector.vllm_v1.compat import goes_on_within_blocks
+from omni_connector.vllm_v1.connector import OmniKVConnector
+from tests.toy import BLOCK
+
+from .harness import assert_clean, hand_off, prompt
+from .places import Place, ask, publish
+from .stores import QUESTION
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not goes_on_within_blocks(), reason="from vLLM 0.32 on"),
+]
+
+FAMILIES = ["state and full", "all three"]
+NEW = [7, 8, 9]
+TURN = 2 * BLOCK + 5  # tokens of an answer
+
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture
+def place(engine):
+    return Place(engine, {"share": True}, "tokens_from_host")
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@each_family
+def test_the_next_turn_goes_on_where_the_last_has_ended(place, engine, family, overlap):
+    """Of an answer all tokens but the last are computed."""
+    options = {"family": family, "async_scheduling": overlap}
+    alone = engine(family=family)
+    for length in (1, 2, 7, 9, BLOCK, TURN):
+        first = place(**options)
+        question = prompt(4 * BLOCK + 9, seed=length)
+        said = question + publish(place, first, question, max_tokens=length)
+        second = place(**options)
+        assert ask(place, second, [*said, *NEW], alone, count=3 * BLOCK) == len(said) - 1
+        assert not second.failures()
+        assert_clean(first, second)
+
+
+@each_family
+def test_each_turn_of_a_conversation_goes_on_there(place, engine, family):
+    """A loaded tail is the request's own block: it is filled, shared and read as any other."""
+    engines, alone = [place(family=family), place(family=family)], engine(family=family)
+    said = prompt(9)
+    for turn in range(7):
+        reader = engines[turn % 2]
+        before = place.loaded(reader)
+        answer = reader.generate(said, max_tokens=TURN).tokens
+        assert answer == alone.generate(said, TURN).tokens
+        assert not turn or place.loaded(reader) - before > 0
+        place.settle(*engines)
+        said = said + answer + prompt(5, seed=turn)
+    third = place(family=family)
+    assert ask(place, third, said, alone) == len(said) - 5 - 1
+    assert_clean(*engines, third)
+
+
+@pytest.mark.parametrize("place_of", [0, 3, -1], ids=["first", "middle", "last"])
+def test_a_tail_of_other_tokens_is_not_found(place, engine, place_of):
+    family = "state and full"
+    first, second, alone = place(family=family), place(family=family), engine(family=family)
+    said = QUESTION + publish(place, first, QUESTION, max_tokens=TURN)
+    begin = (len(said) - 1) // BLOCK * BLOCK
+    other = said.copy()
+    at = range(begin, len(said) - 1)[place_of]
+    other[at] = other[at] % 400 + 3
+    assert other[at] != said[at]
+    assert ask(place, second, [*other, *NEW], alone) == begin
+    assert not second.failures()
+
+
+def test_a_tail_is_not_found_behind_other_blocks(place, engine):
+    family = "state and full"
+    first, second, alone = place(family=family), place(family=family), engine(family=family)
+    said = prompt(2 * BLOCK + 5)
+    publish(place, first, said)
+    for changed in (0, BLOCK, 2 * BLOCK - 1):
+        other = said.copy()
+        other[changed] = other[changed] % 400 + 3
+        assert other[changed] != said[changed]
+        assert ask(place, second, [*other, *NEW], alone) == 0
+    assert not second.failures()
+    third = place(family=family)
+    assert ask(place, third, [*said, *NEW], alone) == len(said)
+
+
+def test_a_tail_is_found_by_all_of_its_tokens(place, engine):
+    family = "state and full"
+    first, second, alone = place(family=family), place(family=family), engine(family=family)
+    said = QUESTION + publish(place, first, QUESTION, max_tokens=TURN)
+    end = len(said) - 1
+    assert ask(place, second, said[:end], alone) == end // BLOCK * BLOCK  # the last is computed
+    third = place(family=family)
+    assert ask(place, third, said[: end + 1], alone) == end
+
+
+def test_tails_of_other_tokens_are_noticed_by_these_tests(place, engine, monkeypatch):
+    def by_length(parent, tokens):
+        return real(parent, [0] * len(tokens))
+
+    family = "state and full"
+    real, of_each = tails.tail_name, tails.fingerprints
+    monkeypatch.setattr(tails, "tail_name", by_length)
+    monkeypatch.setattr(tails, "fingerprints", lambda p, tokens: of_each(p, [0] * len(tokens)))
+    first, second, alone = place(family=family), place(family=family), engine(family=family)
+    said = QUESTION + publish(place, first, QUESTION, max_tokens=TURN)
+    said[-2] = said[-2] % 400 + 3
+    question = [*said, *NEW]
+    assert second.generate(question, 6).tokens != alone.generate(question, 6).tokens
+    assert place.loaded(second) == len(said) - 1
+
+
+@pytest.mark.parametrize("length", [9, 3 * BLOCK + 9], ids=["first block", "later"])
+def test_a_tail_is_found_by_its_salt_alone(place, engine, length):
+    family = "state and full"
+    first, second, alone = place(family=family), place(family=family), engine(family=family)
+    question = prompt(length)
+    said = question + publish(place, first, question, max_tokens=3, salt="mine")
+    right = alone.generate([*said, *NEW], 6).tokens
+    for salt in (None, "yours"):
+        assert second.generate([*said, *NEW], 6, salt=salt).tokens == right
+    assert place.loaded(second) == 0
+    assert second.generate([*said, *NEW], 6, salt="mine").tokens == right
+    assert place.loaded(second) == len(said) - 1
+
+
+@each_family
+def test_attention_that_reaches_deeper_than_states_goes_on_at_the_deepest_tail(
+    place, engine, family
+):
+    """vLLM computes a prompt at once, so that there is no state in its middle. Another request has
+    ended there."""
+    first, second, alone = place(family=family), place(family=family), engine(family=family)
+    long = prompt(9 * BLOCK + 3)
+    ends = 4 * BLOCK + 5
+    publish(place, first, long)
+    publish(place, first, long[:ends])
+    question = [*long[: 6 * BLOCK + 7], *NEW]
+    assert ask(place, second, question, alone) == ends
+    assert not second.failures()
+    assert_clean(first, second)
+
+
+def test_an_engine_gets_back_the_tail_that_its_own_cache_has_not(engine):
+    """vLLM itself keeps no state within a block."""
+    alone = engine("kv_both", extra={"share": True}, family="state and full", usable_blocks=120)
+    reference = engine(family="state and full")
+    said = QUESTION + alone.generate(QUESTION, TURN).tokens
+    assert_clean(alone)
+    question = [*said, *NEW]
+    assert alone.generate(question, 6).tokens == reference.generate(question, 6).tokens
+    cached = (len(said) - 1) // BLOCK * BLOCK
+    assert alone.count("tokens_cached") == cached
+    assert alone.count("tokens_kept") == len(said) - 1 - cached
+    assert_clean(alone)
+
+
+@each_family
+def test_a_prompt_that_was_handed_off_leaves_a_tail_at_both_engines(place, engine, family):
+    options = {"family": family}
+    prefill, decode = place("kv_producer", **options), place("kv_consumer", **options)
+    alone = engine(**options)
+    text = prompt(5 * BLOCK + 6)
+    said = text + hand_off(prefill, decode, text, TURN)
+    place.settle(prefill, decode)
+    third = place(**options)
+    assert ask(place, third, [*text, *NEW], alone) == len(text) - 1
+    fourth = place(**options)
+    assert ask(place, fourth, [*said, *NEW], alone) == len(said) - 1
+    assert_clean(prefill, decode, third, fourth)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_an_aborted_request_leaves_what_it_has_computed(place, engine, overlap):
+    options = {"family": "state and full", "async_scheduling": overlap}
+    first, second, alone = place(**options), place(**options), engine(family="state and full")
+    request_id = first.submit(QUESTION, max_tokens=10 * BLOCK)
+    first.run(lambda: len(first.answers[request_id].tokens) >= TURN)
+    said = QUESTION + first.answers[request_id].tokens
+    first.abort(request_id)
+    place.settle(first)
+    loaded = ask(place, second, [*said, *NEW], alone)
+    assert loaded in (len(said) - 1, len(said))  # a step may be under way
+    assert not second.failures()
+    assert_clean(first, second)
+
+
+def test_tails_are_held_until_they_are_copied(place, engine):
+    """Others use the KV cache, and all of its blocks, while a tail waits to be copied."""
+    family = "state and full"
+    first = place(family=family, usable_blocks=40)
+    second, alone = place(family=family), engine(family=family)
+    held = first.hold(saves=True)
+    question = prompt(2 * BLOCK + 3)
+    request_id = first.submit(question, max_tokens=4)
+    first.run(lambda: first.done(request_id))
+    said = question + first.answers[request_id].tokens
+    others = [first.submit(prompt(6 * BLOCK, seed), max_tokens=2) for seed in range(12)]
+    first.run(lambda: first.done(*others))
+    held.open()
+    place.settle(first)
+    assert ask(place, second, [*said, *NEW], alone) in (0, len(said) - 1)
+    assert not second.failures()
+    assert_clean(first, second)
+
+
+def test_models_without_states_keep_full_blocks_alone(place, engine):
+    first, second = place(family="window and full"), place(family="window and full")
+    alone = engine(family="window and full")
+    said = QUESTION + publish(place, first, QUESTION, max_tokens=TURN)
+    assert ask(place, second, [*said, *NEW], alone) == (len(said) - 1) // BLOCK * BLOCK
+
+
+def test_a_request_that_shall_leave_nothing_leaves_no_tail(place, engine):
+    family = "state and full"
+    first, second, alone = place(family=family), place(family=family), engine(family=family)
+    asked = {"params": {"omni": {"cache": "no"}}}
+    said = QUESTION + publish(place, first, QUESTION, max_tokens=TURN, **asked)
+    assert ask(place, second, [*said, *NEW], alone) == 0
+
+
+def test_embeddings_leave_no_tail(place, engine):
+    """vLLM's ids of their tokens do not say what they are."""
+    family = "state and full"
+    first, second, alone = place(family=family), place(family=family), engine(family=family)
+    length = 3 * BLOCK + 5
+    rows = torch.arange(8 * (length + 3)).reshape(-1, 8).to(torch.bfloat16)
+    first.generate([0] * length, 1, embeds=rows[:length])
+    place.settle(first)
+    other = rows.clone()
+    other[length - 1] = 0
+    for each in (rows, other):
+        before = place.loaded(second)
+        right = alone.generate([0] * len(each), 6, embeds=each).tokens
+        assert second.generate([0] * len(each), 6, embeds=each).tokens == right
+        # Then it has these blocks itself.
+        assert place.loaded(second) - before == (0 if each is other else 3 * BLOCK)
+
+
+@pytest.mark.parametrize("diverges", [False, True])
+def test_a_connector_that_continues_diverged_hits_is_asked_once(
+    place, engine, monkeypatch, diverges
+):
+    """Why `supports_divergent_local_hybrid_hits` stays off: vLLM asks at the end of its own
+    attention blocks alone. Where all states that we have end before, it computes all."""
+    if diverges:
+        monkeypatch.setattr(
+            OmniKVConnector, "supports_divergent_local_hybrid_hits", property(lambda _: True)
+        )
+    else:
+        assert not KVConnectorBase_V1.supports_divergent_local_hybrid_hits.fget(None)
+    family = "state and full"
+    first, second, alone = place(family=family), place(family=family), engine(family=family)
+    long = prompt(9 * BLOCK + 3)
+    publish(place, second, long)  # it has all attention blocks, and no state in the middle
+    publish(place, first, long[: 3 * BLOCK + 1])  # and this one has a state after three blocks
+    question = [*long[: 6 * BLOCK + 7], *NEW]
+    assert second.generate(question, 6).tokens == alone.generate(question, 6).tokens
+    # Of the blocks some are in its own arena, too.
+    loaded = second.count("tokens_kept") + second.count("tokens_from_host")
+    assert loaded == (0 if diverges else 3 * BLOCK + 1)
