@@ -75,7 +75,7 @@ def tokens_ahead(vllm_config: "VllmConfig") -> int:
     """Tokens after a position that the drafter's KV of this position depends on: 1 with EAGLE and
     MTP, k with MTP of k modules, 0 with a draft model or without a drafter.
 
-    vLLM 0.30 and 0.31 do not say so, and have no MTP of several modules.
+    vLLM 0.30 does not say so, and has no MTP of several modules.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_eagle():

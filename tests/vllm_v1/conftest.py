@@ -15,7 +15,14 @@ from omni_connector.vllm_v1 import connector, scheduler_report
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS
 from tests.toy import write_model
 
-from .harness import InProcessEngine, Lifecycle, connector_threads, sockets, wait
+from .harness import (
+    SEVERAL_MODULES,
+    InProcessEngine,
+    Lifecycle,
+    connector_threads,
+    sockets,
+    wait,
+)
 from .runners import OLD, RUNNERS
 from .stores import MASTER, SwitchedShelf
 
@@ -50,6 +57,8 @@ def engine(model: Path, runtime: Path, told_at_once: None) -> Iterator[MakeEngin
     others = connector_threads()  # of a test that failed, which is enough said of it
 
     def make(role: str | None = None, *, at: Path | None = None, **options: Any) -> InProcessEngine:
+        if options.get("drafter") == "modules" and not SEVERAL_MODULES:
+            pytest.skip("this vLLM has no MTP of several modules")
         made.append(InProcessEngine(at or model, role, **options))
         return made[-1]
 

@@ -87,6 +87,8 @@ DEADLINE = 30.0  # stops a hang, and is waited for by no test that passes
 
 ALONE = {"arena_gib": 0.004, "share": False}
 HANDOFF = {"do_remote_decode": True, "do_remote_prefill": False}
+# vLLM 0.30 takes MTP of several modules for MTP of one.
+SEVERAL_MODULES = hasattr(VllmConfig, "num_prefill_lookahead_tokens")
 _numbers = itertools.count()
 
 
