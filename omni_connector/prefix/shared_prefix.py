@@ -206,6 +206,8 @@ class SharedPrefix:
             if now < prompt.looked_at + _FRESH_S:
                 return prompt.offered
             prompt.found = None
+        elif prompt.tail is not None:
+            prompt.found = None  # the tail stands there in the place of a full block
         last = prompt.last_reachable(request.num_tokens, self._unit)
         asked = prompt.lookup
         if asked is not None and asked.held is not None:

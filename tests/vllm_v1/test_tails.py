@@ -104,6 +104,20 @@ def test_a_tail_is_found_by_all_of_its_tokens(place, engine):
     assert ask(place, third, said[: end + 1], alone) == end
 
 
+@each_family
+def test_a_tail_is_taken_for_no_full_block_when_vllm_asks_with_more_in_its_cache(place, family):
+    first, second = place(family=family), place(family=family)
+    said = prompt(2 * BLOCK + 9)
+    publish(place, first, said)
+    request = second.request([*said, *prompt(2 * BLOCK, seed=1)])
+    second.scheduler.add_request(request)
+    asked = second.scheduler.connector.get_num_new_matched_tokens
+    assert asked(request, 0)[0] == len(said)
+    assert asked(request, BLOCK)[0] == len(said) - BLOCK
+    second.abort(request.request_id)
+    assert_clean(first, second)
+
+
 def test_tails_of_other_tokens_are_noticed_by_these_tests(place, engine, monkeypatch):
     def by_length(parent, tokens):
         return real(parent, [0] * len(tokens))
