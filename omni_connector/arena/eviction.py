@@ -45,8 +45,8 @@ DEPTHS: Final = 17
 The last class is that of `TAILS`."""
 
 TAILS: Final = DEPTHS - 1
-"""The depth of tails (`prefix.tails`), of which it is learnt by itself whether they are used. One
-that was used is evicted like one that was not: the request that used it leaves a longer one."""
+"""The depth of tails (`prefix.tails`): whether they are used is learnt apart from other blocks. A
+tail that was used is evicted as early as one that was not, as its user leaves a longer one."""
 
 _WORTH: Final = 8
 """Admission `auto` passes new blocks of a depth over while fewer than one in 8 is used again. With
@@ -54,11 +54,11 @@ one in 32 it saves up to three times as many blocks, and finds up to 3 points fe
 1 point more; see `benchmarks/results/admission.md`."""
 
 _LEAST: Final = 32
-"""New blocks of a depth before any is passed over: what became of fewer says little."""
+"""New blocks of a depth that are kept before any is passed over. Fewer would be no sample."""
 
 _FADES: Final = 4
-"""New blocks a slot of the arena after which counts are halved, so that old workloads fade. A block
-that is used again is used by the time the arena was filled anew, so fewer would be too few."""
+"""Counts are halved after so many new blocks for each slot of the arena: old workloads fade, and
+blocks have had the time to be used again."""
 
 # The kinds of slots: used once (0), used again (1), favoured (2), pinned (3).
 _KINDS: Final = 4
@@ -244,7 +244,8 @@ class EvictionOrder:
         """Put slots at the end of the order. Slots of one kind are evicted in the order given."""
         if not len(slot_ids):
             return
-        favoured, again = self._favoured[slot_ids], self._again[slot_ids]
+        favoured = self._favoured[slot_ids]
+        again = self._again[slot_ids]
         pinned = self.pinned[slot_ids]
         if not (favoured.any() or again.any() or pinned.any()):  # most often
             self._append(0, slot_ids)

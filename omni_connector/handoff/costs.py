@@ -28,7 +28,7 @@ SLOWER: Final = "slower_than_computing"
 """Kind of failure: a hand-off was not made, as its load would take longer than a computation."""
 
 SAMPLES: Final = 32
-"""Newest durations that are kept of each class. Without so many of them nothing is decided."""
+"""Newest durations kept of each class. Until there are so many, each hand-off is made."""
 
 MARGIN: Final = 2.0
 """A hand-off is refused if its load takes more than so many times what its computation costs. The
@@ -123,7 +123,8 @@ class HandoffCosts:
         computing = self._computing.get(size, ())
         if loads is None or len(loads.seconds) < SAMPLES or len(computing) < SAMPLES:
             return False
-        loading, alone = median(loads.seconds), median(computing)
+        loading = median(loads.seconds)
+        alone = median(computing)
         usual = median(self._answering) if len(self._answering) == SAMPLES else 0.0
         # Each request beside it waits for a step that takes longer than usual.
         cost = alone + others * max(0.0, alone - usual)

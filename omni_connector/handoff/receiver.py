@@ -403,7 +403,8 @@ class HandoffReceiver:
                 slots.append((0, []))
                 continue
             theirs = peer.groups[source]
-            first, refs = lease.granted.first_blocks[source], lease.granted.groups[source]
+            first = lease.granted.first_blocks[source]
+            refs = lease.granted.groups[source]
             if ours.attention_type == "last":  # by whatever block size each side counts
                 first = index
             else:

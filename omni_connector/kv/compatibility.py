@@ -234,8 +234,9 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
 
     def _one_drafts(self, reader: "CompatibilityKey") -> bool:
         """Whether one of both engines has a drafter, whose layers it names, and the other none."""
-        drafting, other = (self, reader) if reader.drafter is UNSET else (reader, self)
-        return bool(drafting.drafter_layers) and other.drafter is UNSET
+        if reader.drafter is UNSET:
+            return bool(self.drafter_layers)
+        return bool(reader.drafter_layers) and self.drafter is UNSET
 
     def _difference_by_layer(
         self, reader: "CompatibilityKey", ours: "LayerPlaces", theirs: "LayerPlaces"

@@ -196,20 +196,22 @@ def _may_draft(plan: Plan) -> bool:
     )
 
 
+def _sharing(engine: EngineShape, slots: int) -> EngineShape:
+    """The engine as one that shares, with at least so many slots, whose own cache soon evicts."""
+    return replace(
+        engine,
+        hosts=True,
+        caching=True,
+        step_s=0.0,
+        slots=max(engine.slots, slots),
+        blocks=blocks_of(engine.family, engine.block_size, 2),
+    )
+
+
 def _handed_and_shared(plan: Plan, prefill: str, draw: random.Random) -> Plan:
     """Prompts are handed off by one engine, and asked for at others that share, which find what
     their own caches have evicted in arenas."""
-    engines = tuple(
-        replace(
-            each,
-            hosts=True,
-            caching=True,
-            step_s=0.0,
-            slots=max(each.slots, 40 * groups_of(each.family)),
-            blocks=blocks_of(each.family, each.block_size, 2),
-        )
-        for each in plan.engines
-    )
+    engines = tuple(_sharing(each, 40 * groups_of(each.family)) for each in plan.engines)
     decodes = [each.name for each in engines if each.role != "kv_producer" and each.name != prefill]
     drafting = [each.name for each in engines if each.drafter]
     happens: list[tuple[int, str, dict[str, Any]]] = []
@@ -225,17 +227,7 @@ def _handed_and_shared(plan: Plan, prefill: str, draw: random.Random) -> Plan:
 
 def _served_again(plan: Plan, draw: random.Random) -> Plan:
     """Engines that share are asked for prompts again that their own cache has evicted."""
-    engines = tuple(
-        replace(
-            each,
-            hosts=True,
-            caching=True,
-            step_s=0.0,
-            slots=max(each.slots, 40),
-            blocks=blocks_of(each.family, each.block_size, 2),
-        )
-        for each in plan.engines
-    )
+    engines = tuple(_sharing(each, 40) for each in plan.engines)
     happens: list[tuple[int, str, dict[str, Any]]] = []
     for _ in range(3):
         engine = draw.choice(engines).name
