@@ -13,10 +13,12 @@ import pytest
 
 from omni_connector.copy.host import CpuCopier
 from omni_connector.handoff.leases import SlotDirectory
+from omni_connector.vllm_v1.identity import configuration_id
 from omni_connector.vllm_v1.metrics import OmniStats
 from tests.simulation import HASHES_VARIABLE, __main__
 from tests.simulation.campaign import campaign, replayed
 from tests.simulation.draws import plan_of
+from tests.simulation.engines import settings
 from tests.simulation.features import FEATURES
 from tests.simulation.mutants import command as mutants
 from tests.simulation.mutants.mutations import MUTANTS
@@ -42,6 +44,14 @@ def test_a_seed_is_the_same_schedule_however_strings_are_hashed(stories):
     first, other = (run.finish() for run in stories)
     assert first.count("the end, after") == STORIES
     assert first == other
+
+
+def test_the_names_in_a_store_are_the_same_in_each_process():
+    """Of files of the same age, a sweep removes the first by name."""
+    shape = plan_of(0).engines[0]
+    first = configuration_id(settings.vllm_config(shape, {}))
+    settings.shared_config.cache_clear()  # what another process does not have
+    assert configuration_id(settings.vllm_config(shape, {})) == first
 
 
 def test_the_command_starts_anew_with_fixed_hashes(monkeypatch):

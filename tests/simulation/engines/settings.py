@@ -27,6 +27,7 @@ MODULE: Final = "tests.simulation.engines.connector"
 OTHER: Final = "tests.simulation.engines.other"
 WINDOW: Final = 10
 MAX_LENGTH: Final = 512
+_MODEL_NAME: Final = "/toy"  # a path that no machine has, so that no files of it are looked for
 
 
 Role = Literal["kv_producer", "kv_both", "kv_consumer"]
@@ -153,7 +154,7 @@ def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:
 
 def vllm_config(shape: EngineShape, extra: dict[str, Any]) -> VllmConfig:
     """vLLM's configuration of one engine, with a `kv_transfer_config` of its own."""
-    config = copy.copy(_shared_config())
+    config = copy.copy(shared_config())
     config.cache_config = copy.copy(config.cache_config)
     config.scheduler_config = copy.copy(config.scheduler_config)
     config.parallel_config = copy.copy(config.parallel_config)
@@ -204,7 +205,7 @@ def vllm_config(shape: EngineShape, extra: dict[str, Any]) -> VllmConfig:
 
 @functools.cache
 def _drafter(tokens: int, drafter: str) -> SpeculativeConfig:
-    return drafting(_shared_config(), drafter, tokens)
+    return drafting(shared_config(), drafter, tokens)
 
 
 def cache_config(shape: EngineShape, config: VllmConfig) -> tuple[KVCacheConfig, int, int]:
@@ -231,7 +232,8 @@ def cache_config(shape: EngineShape, config: VllmConfig) -> tuple[KVCacheConfig,
 
 
 @functools.cache
-def _shared_config() -> VllmConfig:
+def shared_config() -> VllmConfig:
+    """What the configurations of all engines have in common."""
     with tempfile.TemporaryDirectory() as folder:
         model = ModelConfig(
             model=str(write_model(Path(folder))),
@@ -239,6 +241,9 @@ def _shared_config() -> VllmConfig:
             dtype="float16",
             max_model_len=MAX_LENGTH,
         )
+        # The same in each process. It is a part of a store's keys, by whose order a sweep chooses
+        # among files of the same age.
+        model.model = _MODEL_NAME
         return VllmConfig(
             model_config=model,
             cache_config=CacheConfig(block_size=32, enable_prefix_caching=True),
