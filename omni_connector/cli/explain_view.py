@@ -89,6 +89,15 @@ def _where(explanation: Explanation) -> Text:
             lines.append(Text(f"and {len(runs) - _RUNS} more (--json has all)", "dim"))
         if not runs:
             lines.append(Text(f"no full block of {group['block_size']} tokens", "dim"))
+    if (tail := explanation.tail) is not None:
+        place, style = _PLACES[tail.source]
+        lines.append(
+            Text.assemble(
+                f"{tail.first_token}-{tail.end_token - 1} ",
+                (f"{place} {label(tail.engine)}".rstrip(), style),
+                ", where a request has ended",
+            )
+        )
     return Text("\n").join(lines)
 
 

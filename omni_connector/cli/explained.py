@@ -25,6 +25,7 @@ from omni_connector.net.unix import Connection
 from omni_connector.prefix.explain import (
     ANSWERS,
     BLOCKS_AT_ONCE,
+    MESSAGE_TOKENS,
     STORE_S,
     TOKENS_AT_ONCE,
     AskCause,
@@ -32,13 +33,15 @@ from omni_connector.prefix.explain import (
     AskHashes,
     AskPlaces,
     AskStored,
+    AskTail,
     Cause,
     Hashes,
     Places,
     Stored,
+    TailPlace,
     ThisEngine,
 )
-from omni_connector.prefix.lookups import Held, reach
+from omni_connector.prefix.lookups import Held, reach, tail_blocks, windows_held
 
 _ANSWER_S: Final = 5.0
 """Longest wait for one answer of an engine, in seconds."""
@@ -100,6 +103,25 @@ class Miss:
 
 
 @dataclass(frozen=True)
+class FoundTail:
+    """The block in which an earlier request has ended, and where the prompt would go on.
+
+    Attributes:
+        block: index of the block in the prompt.
+        first_token: index of its first token.
+        end_token: index after the last token that was kept.
+        source: place of the block, in the group with recurrent states; see `OWN`.
+        engine: the engine whose arena it is, for `HOST`; else "".
+    """
+
+    block: int
+    first_token: int
+    end_token: int
+    source: str
+    engine: str = ""
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Where one engine would find the KV of a prompt.
 
@@ -110,6 +132,8 @@ class Explanation:
         computed: number of tokens that the engine would compute.
         sources: number of tokens that it would load, by place.
         groups: kind, block size and runs of each cache group.
+        tail: the end of an earlier request with which the loaded tokens end; None if they end with
+            a full block.
         missing: the first miss; None if only the end of the prompt is computed.
         shares_with: engines whose arenas it reads.
         apart: by engine whose arena it does not read, the reason.
@@ -122,6 +146,7 @@ class Explanation:
     computed: int
     sources: dict[str, int]
     groups: list[dict[str, Any]]
+    tail: FoundTail | None
     missing: Miss | None
     shares_with: list[str]
     apart: dict[str, str]
@@ -273,6 +298,27 @@ class AskedEngine:
             wait = min(2 * wait, _POLL_S)
         return None
 
+    def tail(
+        self, after: bytes | None, tokens: Sequence[int], salt: str | None
+    ) -> tuple[int, list[str]]:
+        """Return the longest tail in the arenas with which a block begins.
+
+        Args:
+            after: hash of the block before; None for the first block of the prompt.
+            tokens: of the block, fewer than all.
+
+        Returns:
+            Number of its tokens, 0 if there is none; and for each group the socket of the engine
+            whose arena has it, "" for the own arena.
+        """
+        part = list(tokens[:MESSAGE_TOKENS])
+        found = self._ask_part(AskTail(after, part, salt), TailPlace)
+        if found.tokens > len(part) or (
+            found.tokens and len(found.engines) != len(self.engine.groups)
+        ):
+            raise ProtocolError(f"a tail of {found.tokens} tokens in {len(found.engines)} groups")
+        return found.tokens, list(found.engines)
+
     def cause(self, block: int, key: bytes, beginning: Sequence[int], first: bytes) -> str:
         """Return the cause for which the engine misses a block.
 
@@ -327,6 +373,7 @@ def explained(
     there = [[owner is not None for owner in owners] for _, owners in places]
     end = _reach(shapes, there, unit, start, last)
     stored = [[False] * len(each) for each in there]
+    either = there
     late = False
     if engine.stores and end < last:
         stored, late = _stored(asked, of_groups, there, start)
@@ -350,6 +397,15 @@ def explained(
         [_label(False, *place, names) for place in zip(owners, held, strict=True)]
         for (_, owners), held in zip(places, stored, strict=True)
     ]
+    tail = None
+    if engine.tails and (found := _tail(asked, either, of_groups, tokens, salt, start, end)):
+        end, owners_of_tail = found
+        of_tail = [_label(False, owner, False, names) for owner in owners_of_tail]
+        block = end // unit
+        for of_group, label in zip(loads, of_tail, strict=True):
+            of_group[block:] = [label]  # later blocks are not loaded
+        states = [shape.attention_type for shape in shapes].index("last")
+        tail = FoundTail(block, block * unit, end, *of_tail[states])
     return Explanation(
         engine_id=asked.name,
         model=plain(engine.traits.get("model", "")),
@@ -364,6 +420,7 @@ def explained(
             }
             for shape, of_group in zip(shapes, labels, strict=True)
         ],
+        tail=tail,
         missing=_missing(asked, others, tokens, of_groups, (end, last), late, remarks),
         shares_with=[
             names.get(name, plain(name)) for name in engine.neighbours if not engine.alone
@@ -408,6 +465,45 @@ def _stored(
             either = list(map(max, held, known))
             end = min(end, Held.of(either).reach(first) * size)
     return stored, False
+
+
+def _tail(
+    asked: AskedEngine,
+    held: Sequence[list[bool]],
+    hashes: list[list[bytes]],
+    tokens: Sequence[int],
+    salt: str | None,
+    start: int,
+    reach: int,
+) -> tuple[int, list[str]] | None:
+    """Ask for the longest prefix that ends within a block; None if there is none.
+
+    Args:
+        held: for each block of each group, whether an arena or the store has it.
+        hashes: block hashes, by group.
+        start: end of the prefix in vLLM's own cache, in tokens.
+        reach: end of the full blocks that a request would load.
+
+    Returns:
+        The end of the prefix; and for each group the socket of the engine whose arena has the
+        block in which it ends.
+    """
+    shapes = asked.engine.groups
+    groups = [(shape, Held.of(blocks)) for shape, blocks in zip(shapes, held, strict=True)]
+    unit = shapes[0].block_size  # of all groups, where there are tails
+    leading = leading_group(shapes)
+    last = len(tokens) - 1
+    for block in tail_blocks(groups, unit, start, reach, last):
+        begin = block * unit
+        part = tokens[begin : min(begin + unit - 1, last)]
+        if not part:
+            continue
+        after = hashes[leading][block - 1] if block else None
+        number, owners = asked.tail(after, part, salt)
+        end = begin + number
+        if number and end > max(start, reach) and windows_held(groups, start, end):
+            return end, owners
+    return None
 
 
 def _named(engine: ThisEngine, shape: GroupShape, hashes: list[bytes]) -> list[bytes]:

@@ -12,7 +12,7 @@ compares the whole name.
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,30 @@ _TOKEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _PLACE: Final = np.uint64(0xC2B2AE3D27D4EB4F)
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 _HALF: Final = np.uint64(32)
+
+
+class Tail(NamedTuple):
+    """The end of a prefix that ends within a block.
+
+    Attributes:
+        end: tokens of the prefix.
+        name: of the block with its last tokens, in each group.
+    """
+
+    end: int
+    name: bytes
+
+
+def first_parent(salt: str | None, adapter: str) -> bytes:
+    """What stands for the key of the block before a tail of the first block: what vLLM's hash of
+    any block says beside tokens.
+
+    Args:
+        salt: the request's `cache_salt`.
+        adapter: digest of its LoRA adapter's content; "" without one.
+    """
+    told = b"" if salt is None else b"=" + salt.encode("utf-8", "surrogatepass")
+    return blake2b(told, key=adapter.encode()[: blake2b.MAX_KEY_SIZE]).digest()
 
 
 def fingerprints(parent: bytes, tokens: Sequence[int]) -> NDArray[np.uint64]:

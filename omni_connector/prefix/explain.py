@@ -23,6 +23,7 @@ from msgspec import UNSET, Meta
 
 from omni_connector.errors import ProtocolError
 from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.tails import first_parent
 from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
 from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.net.runtime import socket_path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # they need torch, and who only asks an engine needs none
     from omni_connector.kv.compatibility import CompatibilityKey
     from omni_connector.prefix.host_blocks import HostBlocks
     from omni_connector.prefix.misses import Misses
+    from omni_connector.prefix.tails import Tails
 
 KIND: Final = "e-"
 """Names of the sockets at which engines answer begin with this."""
@@ -46,8 +48,9 @@ BLOCKS_AT_ONCE: Final = 768
 STORE_S: Final = 2.0
 """Longest wait for the store's answer, in seconds."""
 
-# Most tokens in a message, and in a hashed block: as many as a message has room for.
-_MAX_TOKENS: Final = 12_000
+MESSAGE_TOKENS: Final = 12_000
+"""Most tokens in a message, and in a hashed block: as many as a message has room for."""
+
 # Most look-ups in the store that wait for their answers; of more, the oldest is given up.
 _MAX_TICKETS: Final = 16
 
@@ -55,7 +58,7 @@ _Text = Annotated[str, Meta(max_length=1024)]
 _Hash = Annotated[bytes, Meta(min_length=8, max_length=64)]
 _Hashes = Annotated[tuple[_Hash, ...], Meta(max_length=BLOCKS_AT_ONCE)]
 _Tokens = Annotated[
-    list[Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(min_length=1, max_length=_MAX_TOKENS)
+    list[Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(min_length=1, max_length=MESSAGE_TOKENS)
 ]
 _Flags = Annotated[tuple[bool, ...], Meta(max_length=BLOCKS_AT_ONCE)]
 _Index = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -111,6 +114,20 @@ class AskStored(msgspec.Struct, frozen=True, tag="ask-stored"):
     hashes: _Hashes
 
 
+class AskTail(msgspec.Struct, frozen=True, tag="ask-tail"):
+    """Asks for the longest tail in the arenas with which a block begins; answered with `TailPlace`.
+
+    Attributes:
+        after: hash of the block before; None for the first block of a prompt.
+        tokens: of the block, fewer than all.
+        salt: the request's `cache_salt`.
+    """
+
+    after: _Hash | None
+    tokens: _Tokens
+    salt: Annotated[str, Meta(max_length=4096)] | None = None
+
+
 class AskCause(msgspec.Struct, frozen=True, tag="ask-cause"):
     """Asks why neither a cache nor an arena nor the store has a block; answered with `Cause`.
 
@@ -149,11 +166,12 @@ class ThisEngine(msgspec.Struct, frozen=True, kw_only=True, tag="this-engine"):
         shares: whether it uses the arenas of this host.
         stores: whether it uses a store.
         alone: whether its weights are not known, now or at all, so that it shares with nobody.
+        tails: whether it finds the ends of earlier requests within blocks, in the arenas.
     """
 
     engine_id: _Text
     tokenizer: Tokenizer
-    hash_block_size: Annotated[int, Meta(ge=1, le=_MAX_TOKENS)]
+    hash_block_size: Annotated[int, Meta(ge=1, le=MESSAGE_TOKENS)]
     groups: Annotated[tuple[GroupShape, ...], Meta(min_length=1, max_length=256)]
     traits: Annotated[dict[_Text, _Text], Meta(max_length=64)]
     socket: _Text
@@ -161,6 +179,7 @@ class ThisEngine(msgspec.Struct, frozen=True, kw_only=True, tag="this-engine"):
     shares: bool
     stores: bool
     alone: bool
+    tails: bool = False
 
     def __post_init__(self) -> None:
         if any(shape.block_size % self.hash_block_size for shape in self.groups if shape.is_cached):
@@ -170,7 +189,7 @@ class ThisEngine(msgspec.Struct, frozen=True, kw_only=True, tag="this-engine"):
 class Hashes(msgspec.Struct, frozen=True, tag="hashes"):
     """The hashes of the blocks of `AskHashes`, in order."""
 
-    hashes: Annotated[tuple[_Hash, ...], Meta(max_length=_MAX_TOKENS)]
+    hashes: Annotated[tuple[_Hash, ...], Meta(max_length=MESSAGE_TOKENS)]
 
 
 class Places(msgspec.Struct, frozen=True, tag="places"):
@@ -196,6 +215,19 @@ class Places(msgspec.Struct, frozen=True, tag="places"):
             raise ValueError("as many owners as blocks, all of them named")
 
 
+class TailPlace(msgspec.Struct, frozen=True, tag="tail-place"):
+    """Where the longest tail of `AskTail` is.
+
+    Attributes:
+        tokens: of the tail; 0 if there is none.
+        engines: names as in `ThisEngine.neighbours`, "" for the engine itself: for each group the
+            engine whose arena has its block; empty if there is no tail.
+    """
+
+    tokens: Annotated[int, Meta(ge=0, lt=MESSAGE_TOKENS)]
+    engines: Annotated[tuple[_Text, ...], Meta(max_length=256)] = ()
+
+
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
     """Which of the blocks of `AskStored` the store holds; None while it has not answered.
 
@@ -213,8 +245,12 @@ class Cause(msgspec.Struct, frozen=True, tag="cause"):
     cause: _Text
 
 
-QUESTIONS: Final = msgspec.msgpack.Decoder(AskEngine | AskHashes | AskPlaces | AskStored | AskCause)
-ANSWERS: Final = msgspec.msgpack.Decoder(ThisEngine | Hashes | Places | Stored | Cause | Refusal)
+QUESTIONS: Final = msgspec.msgpack.Decoder(
+    AskEngine | AskHashes | AskPlaces | AskStored | AskTail | AskCause
+)
+ANSWERS: Final = msgspec.msgpack.Decoder(
+    ThisEngine | Hashes | Places | Stored | TailPlace | Cause | Refusal
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +289,7 @@ class Explainer:
         engine: the engine to explain.
         host: the arenas that it uses; None for none.
         lookups: asks its store; None for none.
+        tails: finds tails in the arenas; None for none.
         misses: returns the causes of misses.
         prefix: returns the prefix of its keys.
         alone: returns whether it shares with nobody, as its weights are not known.
@@ -269,6 +306,7 @@ class Explainer:
         *,
         host: "HostBlocks | None",
         lookups: StoreLookups | None,
+        tails: "Tails | None",
         misses: "Misses",
         prefix: Callable[[], str],
         alone: Callable[[], bool],
@@ -278,6 +316,7 @@ class Explainer:
         self._groups = engine.compatibility.groups
         self._host = host
         self._lookups = lookups
+        self._tails = tails
         self._misses = misses
         self._prefix = prefix
         self._alone = alone
@@ -296,7 +335,7 @@ class Explainer:
 
     def answers(self) -> RankAnswers:
         """What answers each of `QUESTIONS`, for who gets them in another way than by the socket."""
-        asked = (AskEngine, AskHashes, AskPlaces, AskStored, AskCause)
+        asked = (AskEngine, AskHashes, AskPlaces, AskStored, AskTail, AskCause)
         return dict.fromkeys(asked, self._answer)
 
     def answer(self, question: msgspec.Struct) -> tuple[msgspec.Struct, None]:
@@ -315,6 +354,8 @@ class Explainer:
                 return self._look(question)
             case AskStored():
                 return self._ask_store(question)
+            case AskTail():
+                return self._find_tail(question)
             case AskCause():
                 return Cause(self._misses.explained(**msgspec.structs.asdict(question)))
         return self._introduce()
@@ -343,6 +384,7 @@ class Explainer:
             shares=self._host is not None,
             stores=self._lookups is not None,
             alone=self._alone(),
+            tails=self._tails is not None,
         )
 
     def _hash(self, question: AskHashes) -> Hashes:
@@ -368,6 +410,21 @@ class Explainer:
         owners = found.groups[group].owners.tolist()
         owners += [-1] * (len(cached) - len(owners))
         return Places(cached, tuple(owners), tuple(each.name for each in found.engines))
+
+    def _find_tail(self, question: AskTail) -> TailPlace:
+        if self._host is None or self._tails is None:
+            raise ProtocolError("this engine finds no tails")
+        size = self._groups[0].block_size  # of all groups, where there are tails
+        if len(question.tokens) >= size:
+            raise ProtocolError(f"{len(question.tokens)} tokens within a block of {size}")
+        parent = question.after or first_parent(question.salt, "")
+        searched = self._host.find([[] for _ in self._groups])
+        found = self._tails.longest(searched, parent, question.tokens)
+        if found is None:
+            return TailPlace(0)
+        number, blocks = found
+        owners = [searched.engines[int(of_group.owners[0])] for of_group in blocks]
+        return TailPlace(number, tuple(each.name for each in owners))
 
     def _has(self, block_hash: bytes, groups: list[int]) -> bool:
         try:

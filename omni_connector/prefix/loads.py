@@ -95,6 +95,7 @@ class PrefixLoads:
             hashes += tail
             wanted.append(Wanted(first, block_ids, read, hashes))
         prompt.failure = None
+        prompt.from_tail = end - max(start, end // self._groups.unit * self._groups.unit)
         loads: list[tuple[TransferSpec, str]] = []
         if self._host is not None and prompt.found is not None:
             keyed = []
@@ -178,6 +179,7 @@ class PrefixLoads:
         if prompt.void:
             prompt.void, prompt.lookup = False, None
         elif prompt.failure is None:
+            self._stats.count("tokens_from_tails", prompt.from_tail)
             return
         prompt.loads, prompt.found = False, None
         self._failed.append(prompt.request)

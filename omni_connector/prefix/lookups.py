@@ -31,6 +31,10 @@ at the first missing block."""
 # of all can still be used before the deadline.
 _ANSWER_PART: Final = 0.8
 
+_MOST_TOKENS: Final = 1 << 14
+"""Tokens of a prompt whose tails are looked up at most, in whole blocks: 1 ms of the engine's
+thread, where no tail is found. A prompt whose full blocks have states has few."""
+
 # Seconds for which a block with a corrupt entry counts as missing, so that it is stored anew and
 # not loaded again and again.
 _DISTRUST_S: Final = 600.0
@@ -99,6 +103,44 @@ def reach(groups: Sequence[tuple[GroupShape, Held]], unit: int, start: int, end:
         if shape.attention_type != "all" and shape.is_cached:
             held_by_all &= held.has(*shape.needed_by_each(tokens, start))
     return int(tokens[held_by_all.argmax()]) if held_by_all.any() else start
+
+
+def tail_blocks(
+    groups: Sequence[tuple[GroupShape, Held]], unit: int, start: int, reach: int, last: int
+) -> range:
+    """The blocks in which a tail may end a prefix (see `kv.tails`), the last one first.
+
+    A tail needs all tokens before it, but no state.
+
+    Args:
+        groups: each with the blocks that are held.
+        unit: tokens of a block, of each group.
+        start: tokens that vLLM has itself.
+        reach: tokens up to which full blocks can be loaded; tails that end before are of no use.
+        last: the most tokens that the prefix may have.
+    """
+    end = last // unit
+    for shape, held in groups:
+        if shape.attention_type == "all":
+            end = min(end, held.reach(start // unit))
+    first = max(reach // unit, end + 1 - -(-_MOST_TOKENS // unit))
+    return range(end, first - 1, -1)
+
+
+def windows_held(groups: Sequence[tuple[GroupShape, Held]], start: int, end: int) -> bool:
+    """Whether the full blocks that windows need before a tail are held.
+
+    Args:
+        groups: each with the blocks that are held, the tail as one of them.
+        start: tokens that vLLM has itself.
+        end: tokens of the prefix that ends with the tail.
+    """
+    for shape, held in groups:
+        if shape.attention_type not in ("all", "last"):
+            read = shape.needed(end, start)
+            if not held.has(np.array([read.start]), np.array([end // shape.block_size]))[0]:
+                return False
+    return True
 
 
 @dataclass(slots=True, eq=False)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
-from typing import NamedTuple
 
 from omni_connector.copy.held_blocks import EngineRequest
 from omni_connector.kv.block_names import block_names
 from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.tails import Tail
 from omni_connector.prefix.hints import Hints
 from omni_connector.prefix.host_blocks import Found
 from omni_connector.prefix.lookups import Held, Lookup, reach
@@ -47,18 +47,6 @@ class SharedGroups:
     def unit(self) -> int:
         """Tokens; prefixes end at multiples of it, as a block ends there in every group."""
         return math.lcm(*(shape.block_size for shape in self.shapes))
-
-
-class Tail(NamedTuple):
-    """The end of a prefix that ends within a block.
-
-    Attributes:
-        end: tokens of the prefix.
-        name: of the block with its last tokens, in each group.
-    """
-
-    end: int
-    name: bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +89,7 @@ class SharedPrompt:
     sources: dict[str, int] = field(default_factory=dict)  # tokens that are loaded, by counter
     admitted: bool = False  # vLLM has scheduled it since the look-up
     jobs: set[int] = field(default_factory=set)  # its loads under way
+    from_tail: int = 0  # tokens of a tail among those that its loads bring
     failure: str | None = None  # of the first of its loads that failed
     void: bool = False  # its loads under way are of KV of other weights
 

@@ -375,7 +375,7 @@ class PrefixSaves:
         if host.room(most) < len(filled):
             self._stats.count("blocks_dropped", len(filled))
             return
-        self._keep(self.queued, host, filled, most, unsure=False)
+        self._keep(self.queued, host, filled, most, unsure=False, counted_as="tails_kept")
 
     def _leave(self, prompt: SharedPrompt) -> None:
         if self.waiting and prompt.hints.keeps_here:
@@ -453,11 +453,13 @@ class PrefixSaves:
         filled: Sequence[FilledBlocks],
         most: int,
         unsure: bool,
+        counted_as: str | None = None,
     ) -> None:
         """Start a job that copies blocks to the arena, and enter it into `saves`.
 
         Args:
             unsure: whether vLLM may have evicted some of them.
+            counted_as: counter of the jobs that succeed.
         """
         if not any(map(len, filled)):
             return
@@ -476,6 +478,8 @@ class PrefixSaves:
         def end(failure: str | None) -> None:
             self.num_held -= number
             host.kept(job_id, failure)
+            if failure is None and counted_as is not None:
+                self._stats.count(counted_as)
             if failure not in (None, CANCELLED):
                 self._stats.fail(failure)
 

@@ -116,6 +116,7 @@ class SharedPrefix:
                 engine,
                 host=self._host,
                 lookups=self._lookups,
+                tails=self._tails,
                 misses=self._misses,
                 prefix=lambda: self._prefix.current,
                 alone=lambda: self._prefix.is_own,

@@ -14,22 +14,19 @@ state is that of its last computed token. Both are kept as a *tail*, under the n
 A loaded tail is the request's own block: vLLM writes on in it, and names it when it is full.
 """
 
-from hashlib import blake2b
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
 from omni_connector.kv.shapes import leading_group
-from omni_connector.kv.tails import fingerprints, tail_name
-from omni_connector.prefix.host_blocks import Found, HostBlocks
-from omni_connector.prefix.prompts import SharedGroups, SharedPrompt, Tail
+from omni_connector.kv.tails import Tail, fingerprints, first_parent, tail_name
+from omni_connector.prefix.host_blocks import Found, FoundBlocks, HostBlocks
+from omni_connector.prefix.lookups import tail_blocks, windows_held
+from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
 
 _LEAST_PART: Final = 16
 """A tail has at least 1/16 of the tokens of a block: each takes as many slots as a block."""
-
-_MOST_TOKENS: Final = 1 << 14
-"""Tokens of a prompt whose tails are looked up at most, in whole blocks: 1 ms of the engine's
-thread, where no tail is found. A prompt whose full blocks have states has few."""
 
 _MOST_TRIED: Final = 4
 """Tails in one block that are tried at most, the longest first. Of most, all slots are there."""
@@ -90,62 +87,53 @@ class Tails:
             The tail, and `prompt.found` with its blocks; None if there is none.
         """
         assert prompt.found is not None
-        held = prompt.held()
-        # A tail needs all tokens before it, but no state.
-        whole = last
-        for shape, of_group in zip(self._shapes, held, strict=True):
-            if shape.attention_type == "all":
-                block = of_group.reach(start // self._unit)
-                whole = min(whole, block * self._unit)
-        end = whole // self._unit
-        first = max(reach // self._unit, end + 1 - -(-_MOST_TOKENS // self._unit))
-        for block in range(end, first - 1, -1):
-            if found := self._find(prompt, block, max(start, reach), last):
-                tail, blocks = found
-                read = [shape.needed(tail.end, start) for shape in self._shapes]
-                spans = [(np.array([each.start]), np.array([block])) for each in read]
-                pairs = zip(held, spans, self._shapes, strict=True)
-                # Windows reach back to full blocks, which must be there, too.
-                if all(
-                    of_group.has(*span)[0]
-                    for of_group, span, shape in pairs
-                    if shape.attention_type not in ("all", "last")
-                ):
-                    return tail, blocks
+        groups = list(zip(self._shapes, prompt.held(), strict=True))
+        for block in tail_blocks(groups, self._unit, start, reach, last):
+            begin = block * self._unit
+            end = min(begin + self._unit - 1, last, self._plain_until(prompt, begin))
+            parent = self._parent(prompt, block)
+            if parent is None or end <= begin:
+                continue
+            tokens = list(prompt.request.all_token_ids[begin:end])
+            beyond = max(start, reach) - begin
+            if found := self.longest(prompt.found, parent, tokens, beyond):
+                number, blocks = found
+                if windows_held(groups, start, begin + number):
+                    tail = Tail(begin + number, tail_name(parent, tokens[:number]))
+                    return tail, prompt.found.with_blocks(block, blocks)
         return None
 
-    def _find(
-        self, prompt: SharedPrompt, block: int, reach: int, last: int
-    ) -> tuple[Tail, Found] | None:
-        """The longest tail within one block that ends after `reach`, and not after `last`."""
-        assert prompt.found is not None
-        begin = block * self._unit
-        end = min(begin + self._unit - 1, last, self._plain_until(prompt, begin))
-        least = max(self._least, reach + 1 - begin)
-        parent = self._parent(prompt, block)
-        if end - begin < least or parent is None:
+    def longest(
+        self, found: Found, parent: bytes, tokens: Sequence[int], beyond: int = 0
+    ) -> tuple[int, list[FoundBlocks]] | None:
+        """The longest tail with which a block begins, of those in the arenas of the host.
+
+        Args:
+            found: says which engines are searched.
+            parent: key of the block before it, or `first_parent`.
+            tokens: of the block, fewer than all.
+            beyond: tokens that the tail must exceed.
+
+        Returns:
+            The number of its tokens, and its block in each group; None if there is none.
+        """
+        least = max(self._least, beyond + 1)
+        if len(tokens) < least:
             return None
-        tokens = list(prompt.request.all_token_ids[begin:end])
         words = fingerprints(parent, tokens)
-        there = self._host.look(prompt.found, self._states, words[least - 1 :]).owners >= 0
+        there = self._host.look(found, self._states, words[least - 1 :]).owners >= 0
         for place in np.flatnonzero(there)[: -_MOST_TRIED - 1 : -1].tolist():
             number = least + place
             word = words[number - 1 : number]
-            blocks = [self._host.look(prompt.found, g, word) for g in range(len(self._shapes))]
+            blocks = [self._host.look(found, g, word) for g in range(len(self._shapes))]
             if all(of_group.there[0] for of_group in blocks):
-                name = tail_name(parent, tokens[:number])
-                return Tail(begin + number, name), prompt.found.with_blocks(block, blocks)
+                return number, blocks
         return None
 
     def _parent(self, prompt: SharedPrompt, block: int) -> bytes | None:
-        """What the name of a tail in this block says of all tokens before it; None if not known.
-
-        Of the first block it says what vLLM's hash of any block says beside tokens.
-        """
+        """What the name of a tail in this block says of all tokens before it; None if not known."""
         if block == 0:
-            salt = prompt.request.cache_salt
-            told = b"" if salt is None else b"=" + salt.encode("utf-8", "surrogatepass")
-            return blake2b(told, key=prompt.adapter.encode()[: blake2b.MAX_KEY_SIZE]).digest()
+            return first_parent(prompt.request.cache_salt, prompt.adapter)
         before = prompt.full_hashes(self._leading, block - 1, block)
         return prompt.keys(before)[0] if before else None
 

@@ -22,7 +22,14 @@ from omni_connector.cli import explain as module
 from omni_connector.cli import explain_view
 from omni_connector.cli import explained as explained_module
 from omni_connector.cli.explain import Asking
-from omni_connector.cli.explained import Answer, AskedEngine, Explanation, Miss, explained
+from omni_connector.cli.explained import (
+    Answer,
+    AskedEngine,
+    Explanation,
+    FoundTail,
+    Miss,
+    explained,
+)
 from omni_connector.cli.main import main
 from omni_connector.errors import ConfigError, OmniError
 from omni_connector.net.packets import MAX_MESSAGE_BYTES, read_answer
@@ -340,6 +347,7 @@ def test_an_engine_whose_tokenizer_is_not_here_is_a_remark(
             other,
             host=None,
             lookups=None,
+            tails=None,
             misses=engine._misses,
             prefix=str,
             alone=lambda: False,
@@ -411,6 +419,7 @@ def test_the_table_has_a_row_for_each_engine() -> None:
         computed=68,
         sources={"own": 16, "arena": 0, "host": 16, "store": 0},
         groups=[group, {**group, "kind": "window", "runs": []}],
+        tail=FoundTail(2, 32, 39, "host", "engine-9"),
         missing=miss,
         shares_with=["b"],
         apart={"c": "another model: 'x', here 'm'"},
@@ -423,5 +432,6 @@ def test_the_table_has_a_row_for_each_engine() -> None:
         *("0-15 own KV cache", "0-15 arena of b", "16 other arenas", "68 of 100", "window:"),
         *("token 32: evicted from its arena, or passed over", "the arena of b", "odd"),
         *("a: shares with b", "a: does not share with c: another model"),
+        "32-38 arena of engine-9, where a request has ended",
     ):
         assert part in text, part

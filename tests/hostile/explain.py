@@ -24,8 +24,10 @@ from omni_connector.prefix.explain import (
     AskHashes,
     AskPlaces,
     AskStored,
+    AskTail,
     ExplainedEngine,
     Explainer,
+    TailPlace,
 )
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.misses import Misses
@@ -71,6 +73,7 @@ def explainer(engine_id: str = "e") -> Iterator[Explainer]:
             engine,
             host=None,
             lookups=lookups,
+            tails=None,
             misses=Misses(key.groups, _BLOCK, lambda group, key: key[0] > 200, stats),
             prefix=lambda: "p",
             alone=lambda: False,
@@ -104,7 +107,8 @@ def _distorted(corpus: Sequence[bytes], rng: random.Random) -> bytes:
 def questions() -> Iterator[Parser]:
     """What an engine is asked."""
     with explainer() as engine:
-        corpus = [msgspec.msgpack.encode(each) for each in _honest()]
+        tail = AskTail(b"x" * 32, _TOKENS[:9], "salt")
+        corpus = [msgspec.msgpack.encode(each) for each in (*_honest(), tail)]
 
         def parse(packet: bytes) -> bool:
             answer, descriptor = engine.answer(QUESTIONS.decode(packet))
@@ -125,7 +129,9 @@ def questions() -> Iterator[Parser]:
 def answers() -> Iterator[Parser]:
     """What an engine answers."""
     with explainer() as engine:
-        corpus = [msgspec.msgpack.encode(engine.answer(each)[0]) for each in _honest()]
+        told = [engine.answer(each)[0] for each in _honest()]
+        told += [TailPlace(0), TailPlace(7, ("", "i-0123456789abcdef"))]
+        corpus = [msgspec.msgpack.encode(each) for each in told]
 
         def parse(packet: bytes) -> bool:
             read_answer(packet, [], ANSWERS)

@@ -63,6 +63,7 @@ def make(place: Path, **changes: Any) -> Explainer:
     settings: dict[str, Any] = {
         "host": None,
         "lookups": None,
+        "tails": None,
         "misses": Misses((SHAPE,), 16, lambda group, key: key == HASHES[3], stats),
         "prefix": lambda: "p",
         "alone": lambda: False,

@@ -7,8 +7,10 @@ import pytest
 
 from omni_connector.cli import explained as module
 from omni_connector.cli.explain import Asking, ask
+from omni_connector.cli.explained import FoundTail
 from omni_connector.cli.main import main
-from omni_connector.prefix.explain import AskPlaces, AskStored
+from omni_connector.prefix.explain import AskPlaces, AskStored, AskTail
+from omni_connector.vllm_v1.compat import goes_on_within_blocks
 from tests import inspection
 from tests.toy import BLOCK
 
@@ -24,6 +26,16 @@ COUNTERS = {
     "host": "tokens_from_host",
     "store": "tokens_shared",
 }
+
+
+STATES = ["state and full", "all three"]
+
+tails = pytest.mark.skipif(not goes_on_within_blocks(), reason="from vLLM 0.32 on")
+
+
+def has_tails(family):
+    """Whether the ends of requests within blocks are kept."""
+    return family in STATES and goes_on_within_blocks()
 
 
 def explanation(engine, tokens, salt=None):
@@ -80,9 +92,63 @@ def test_a_prefix_in_the_arena_of_another_engine(sharer, family, ranks):  # noqa
     assert agree(second, PREFIX).sources["own"] == 0
     assert agree(second, QUESTION).sources["own"] == 6 * BLOCK
     assert agree(first, QUESTION).sources["host"] == 6 * BLOCK
-    # It does not go on with all of QUESTION, as explanations leave out tails.
-    other = QUESTION[: 6 * BLOCK] + prompt(4 * BLOCK, seed=7)
-    assert agree(first, other).missing.tokens == 3 * BLOCK
+    ends = len(QUESTION) if has_tails(family) else 6 * BLOCK
+    found = agree(first, QUESTION + prompt(4 * BLOCK, seed=7))
+    assert found.missing.first_token == ends
+    assert (found.tail is not None) == has_tails(family)
+
+
+@tails
+@pytest.mark.parametrize("family", STATES)
+@pytest.mark.parametrize("length", [2, 9, BLOCK - 1, 3 * BLOCK + 5, 6 * BLOCK - 1])
+def test_a_prompt_that_goes_on_within_a_block(sharer, family, length):  # noqa: F811
+    first, second = sharer(family=family), sharer(family=family)
+    said = prompt(length)
+    publish(first, said)
+    question = [*said, *prompt(2 * BLOCK, seed=1)]
+    found = agree(second, question)
+    begin = length // BLOCK * BLOCK
+    assert found.tail == FoundTail(length // BLOCK, begin, length, "host", first.engine_id)
+    assert found.sources["host"] == length
+    other = [*said, *prompt(2 * BLOCK, seed=2)]
+    publish(first, other)
+    found = agree(first, [*other, 5])
+    assert found.tail.source == "arena"
+    assert found.sources["arena"] == len(other) % BLOCK
+
+
+@tails
+@pytest.mark.parametrize("family", STATES)
+def test_a_prompt_whose_attention_blocks_reach_beyond_all_states(sharer, family):  # noqa: F811
+    first, second = sharer(family=family), sharer(family=family)
+    long = prompt(9 * BLOCK + 3)
+    publish(first, long)
+    publish(first, long[: 4 * BLOCK + 5])
+    found = agree(second, [*long[: 6 * BLOCK + 7], 7, 8, 9])
+    assert found.tail.end_token == 4 * BLOCK + 5
+    assert found.missing.first_token == 4 * BLOCK + 5
+
+
+@tails
+def test_a_tail_of_other_tokens_or_of_another_salt_is_not_found(sharer):  # noqa: F811
+    first, second = sharer(family="state and full"), sharer(family="state and full")
+    said = prompt(3 * BLOCK + 5)
+    publish(first, said, salt="a")
+    other = said.copy()
+    other[-1] = other[-1] % 400 + 3
+    assert agree(second, [*other, 7, 8], "a").tail is None
+    for salt in ("b", None):
+        assert agree(second, [*said, 7, 8], salt).tail is None
+    assert agree(second, [*said, 7, 8], "a").tail is not None
+
+
+@tails
+def test_explanations_without_tails_are_noticed_by_these_tests(sharer, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(module, "_tail", lambda *args: None)
+    first, second = sharer(family="state and full"), sharer(family="state and full")
+    publish(first, prompt(3 * BLOCK + 5))
+    with pytest.raises(AssertionError):
+        agree(second, [*prompt(3 * BLOCK + 5), 7, 8])
 
 
 def test_an_explanation_of_another_prompt_is_noticed_by_these_tests(sharer, monkeypatch):  # noqa: F811
@@ -217,10 +283,18 @@ def test_long_prompts_are_asked_for_in_parts(sharer, monkeypatch):  # noqa: F811
 def test_hostile_questions_are_refused_and_the_next_is_answered(sharer):  # noqa: F811
     engine = sharer()
     explainer = inspection.explainer(engine.half)
-    for question in (AskPlaces(9, (b"x" * 32,)), AskStored(1, 0, ())):
+    for question in (AskPlaces(9, (b"x" * 32,)), AskStored(1, 0, ()), AskTail(None, [1])):
         with pytest.raises(module.ProtocolError):
             explainer.answer(question)
     assert explanation(engine, PREFIX).missing.cause == "never_seen"
+
+
+@tails
+def test_questions_for_tails_have_fewer_tokens_than_a_block(sharer):  # noqa: F811
+    explainer = inspection.explainer(sharer(family="state and full").half)
+    assert explainer.answer(AskTail(None, [1] * (BLOCK - 1)))[0].tokens == 0
+    with pytest.raises(module.ProtocolError):
+        explainer.answer(AskTail(None, [1] * BLOCK))
 
 
 def test_the_command_line(sharer, capsys):  # noqa: F811

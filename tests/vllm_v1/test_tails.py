@@ -43,6 +43,9 @@ def test_the_next_turn_goes_on_where_the_last_has_ended(place, engine, family, o
         said = question + publish(place, first, question, max_tokens=length)
         second = place(**options)
         assert ask(place, second, [*said, *NEW], alone, count=3 * BLOCK) == len(said) - 1
+        within = (len(said) - 1) % BLOCK
+        assert first.count("tails_kept") == (within > 0)
+        assert second.count("tokens_from_tails") == within
         assert not second.failures()
         assert_clean(first, second)
 

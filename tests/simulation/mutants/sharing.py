@@ -192,8 +192,8 @@ SHARING: Final = (
         "a request whose load from one of several arenas has failed goes on as if it had not",
         (
             "omni_connector.prefix.loads",
-            "        elif prompt.failure is None:\n            return\n",
-            "        else:\n            return\n",
+            "        elif prompt.failure is None:\n",
+            "        else:\n",
         ),
     ),
     mutant(
