@@ -12,6 +12,7 @@ from pathlib import Path
 
 BENCHMARKS = (
     "data_plane",
+    "load_beside_save",
     "fresh_arena",
     "weights_digest",
     "scheduler_step",

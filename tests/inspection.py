@@ -103,6 +103,38 @@ def waiting_jobs(turn: Callable[[], object]) -> Callable[[], int]:
     return count
 
 
+def watch_choices(
+    turn: Callable[[], object], chosen: Callable[[bool | None, bool, bool, float], None]
+) -> None:
+    """Have it told of each choice of a copy thread that lets another one's jobs go first, whose
+    turn this is; of other threads nothing.
+
+    Args:
+        chosen: told whether the job that makes the next piece is a background job, None for no job;
+            whether one that could make a piece lets others go first; whether one of these could;
+            and the time.
+    """
+    from omni_connector.copy.threads import CopyThread
+
+    thread = getattr(turn, "__self__", None)
+    if not isinstance(thread, CopyThread) or thread._first is None:
+        return
+    first, choose = thread._first, thread._next
+
+    def watched(now: float) -> int | None:
+        due = [each for each in thread._queue if each.is_due(now)]
+        back = [each for each in due if each.background and not each.cancelled]
+        if any(each.in_order for each in thread._queue):
+            back = []
+        others = len(due) > len(back) or first.copies
+        place = choose(now)
+        job = None if place is None else thread._queue[place]
+        chosen(None if job is None else job in back, bool(back), others, now)
+        return place
+
+    thread._next = watched  # type: ignore[method-assign]
+
+
 def directory(half: "OmniScheduler") -> "SlotDirectory | None":
     """Return what an engine keeps of its slots; None where it hands nothing off."""
     return half._directory

@@ -12,6 +12,7 @@ from omni_connector.kv.spans import TransferSpec
 class KeepSpec(SaveSpec):
     """Copy blocks to this engine's own slots, of any requests, after the forward pass."""
 
+    background: ClassVar[bool] = True
     span: ClassVar[str] = "keep"
 
 
@@ -32,6 +33,7 @@ class StoreSaveSpec(TransferSpec):
         hashes: that name each of the `block_ids` in the store.
     """
 
+    background: ClassVar[bool] = True
     span: ClassVar[str] = "store"
 
     prefix: str
@@ -47,6 +49,7 @@ class StoreLoadSpec(StoreSaveSpec):
     """
 
     fills_blocks: ClassVar[bool] = True
+    background: ClassVar[bool] = False
     span: ClassVar[str] = "fetch"
     timed_as: ClassVar[str] = "fetch"
 

@@ -3,6 +3,9 @@
 
 The engine's thread submits a job and later asks what has ended. Where it has nothing
 to compute it helps with the copies (`shared_work.Helpers.lend`); else it waits for nothing.
+
+Copies share the bandwidth of memory, and on a device one stream. So *background jobs*, for which
+nobody waits, step back while other jobs copy; see `CopyThread`.
 """
 
 import logging
@@ -72,6 +75,14 @@ may end early. It looks before each piece: a job that was cancelled copies nothi
 # Seconds that `False` in a `Work` stands for. A slot that is not published yet comes about as soon.
 _NOT_YET_S: Final = 0.0003
 
+STEP_BACK: Final = 9.0
+"""How long background jobs step back, in durations of their last piece: they have a tenth of the
+time. A load beside them then takes a twentieth longer where both halve each other's bandwidth."""
+
+STEP_BACK_S: Final = 0.1
+"""Longest time that background jobs step back between two pieces, in seconds. They hold KV blocks
+that vLLM may want to allocate."""
+
 
 def traced(trace: Trace, name: str, job_id: int, work: Work, request_id: str = "") -> Work:
     """The same work, which tells a trace when it begins and ends, and the job of its parts.
@@ -123,15 +134,31 @@ class _Job:
         queued: seconds in which it could have gone on, but other jobs did.
     """
 
-    def __init__(self, job_id: int, work: Work, writes: frozenset[int], now: float) -> None:
+    def __init__(
+        self,
+        job_id: int,
+        work: Work,
+        writes: frozenset[int],
+        now: float,
+        *,
+        background: bool,
+        in_order: bool,
+    ) -> None:
         self.job_id = job_id
         self.writes = writes
+        self.background = background
+        self.in_order = in_order
         self.cancelled = False
         self.due_at = now
         self.looks = False
         self.queued = 0.0
         self.seconds = 0.0
         self.pieces = work(lambda: self.cancelled)
+
+    @property
+    def steps_back(self) -> bool:
+        """Whether it lets others go first. Where it was cancelled it has nothing left to copy."""
+        return self.background and not self.cancelled
 
     def is_due(self, now: float) -> bool:
         return self.cancelled or self.due_at <= now
@@ -140,12 +167,17 @@ class _Job:
 class CopyThread:
     """Runs jobs one after the other. Whatever a job raises is that job's failure.
 
+    A background job makes no piece while a job of this thread that is none could make one, or
+    `first` copies. It steps back so for `STEP_BACK` durations of the last background piece, and for
+    `STEP_BACK_S` at most. Then one piece is made all the same, so that it ends at some time.
+
     Args:
         name: of the thread.
         affinity: cores it may run on; None leaves those of the creating thread.
         start: starts it.
         on_end: called on the thread when a job has ended.
         clock: seconds, monotonic.
+        first: another thread, whose jobs go before the background jobs of this one.
     """
 
     def __init__(
@@ -155,8 +187,14 @@ class CopyThread:
         start: StartTurns = TurnThread,
         on_end: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        first: "CopyThread | None" = None,
     ) -> None:
         self._on_end = on_end
+        self._first = first
+        self._behind: CopyThread | None = None
+        # How long background jobs step back, and until when they do; None while they do not.
+        self._step_back = STEP_BACK_S
+        self._steps_back_until: float | None = None
         self._clock = clock
         self._changed = threading.Condition()
         self._queue: deque[_Job] = deque()
@@ -164,17 +202,42 @@ class CopyThread:
         self._ended: list[Outcome] = []
         self._closing = False
         self._notified = 0
+        if first is not None:
+            first._behind = self
         self._thread = start(name, self._turn, cores=affinity)
 
-    def submit(self, job_id: int, work: Work, writes: Iterable[int] = ()) -> None:
+    def submit(
+        self,
+        job_id: int,
+        work: Work,
+        writes: Iterable[int] = (),
+        *,
+        background: bool = False,
+        in_order: bool = False,
+    ) -> None:
         """Queue a job; returns at once.
 
         Args:
             writes: the KV blocks that it fills; none of them is good if it raises.
+            background: whether nobody waits for its end.
+            in_order: whether no job that is queued later may overtake those before this one. Until
+                it has ended, no job steps back.
         """
+        written = frozenset(writes)
         with self._changed:
-            self._queue.append(_Job(job_id, work, frozenset(writes), self._clock()))
+            now = self._clock()
+            job = _Job(job_id, work, written, now, background=background, in_order=in_order)
+            self._queue.append(job)
         self._thread.wake()
+
+    @property
+    def copies(self) -> bool:
+        """Whether a job copies, or could at once. Any thread may ask."""
+        with self._changed:
+            if self._running is not None and not self._running.looks:
+                return True
+            now = self._clock()
+            return any(each.is_due(now) and not each.looks for each in self._queue)
 
     def queued(self) -> float:
         """Seconds in which the job that asks could have gone on, but other jobs did. A job asks
@@ -262,7 +325,7 @@ class CopyThread:
     def _turn(self) -> float | None:
         with self._changed:
             began = self._clock()
-            place = next((i for i, each in enumerate(self._queue) if each.is_due(began)), None)
+            place = self._next(began)
             if place is None:
                 return None if self._closing else self._pause(began)
             job = self._running = self._queue[place]
@@ -283,6 +346,9 @@ class CopyThread:
         with self._changed:
             self._running = None
             now = self._clock()
+            if job.background:
+                self._steps_back_until = None
+                self._step_back = min(max(STEP_BACK * (now - began), _NOT_YET_S), STEP_BACK_S)
             for each in self._queue:
                 if not each.looks:
                     each.queued += max(0.0, now - max(began, each.due_at))
@@ -295,14 +361,43 @@ class CopyThread:
                 job.due_at = now + (max(0.0, goes_on or _NOT_YET_S) if waits else 0.0)
                 job.looks = waits
                 self._queue.insert(place, job)
-            pause = self._pause(now) if outcome is None and job.due_at > now else 0.0
+            waits = outcome is None and job.due_at > now and self._steps_back_until is None
+            pause = self._pause(now) if waits else 0.0
         if outcome is not None:
             self._on_end()
+        if self._behind is not None and not self.copies:
+            self._behind._go_on()
         return pause
+
+    def _next(self, now: float) -> int | None:
+        """The place of the job that makes the next piece; None where none does. Holds the lock."""
+        due = [place for place, each in enumerate(self._queue) if each.is_due(now)]
+        back = [place for place in due if self._queue[place].steps_back]
+        if not back or any(each.in_order for each in self._queue):
+            return due[0] if due else None
+        waited_for = [place for place in due if not self._queue[place].steps_back]
+        if not waited_for and not (self._first is not None and self._first.copies):
+            return back[0]
+        if self._steps_back_until is None:
+            self._steps_back_until = now + self._step_back
+        if now >= self._steps_back_until:
+            return back[0]
+        return waited_for[0] if waited_for else None
+
+    def _go_on(self) -> None:
+        """Have background jobs look again whether they step back. Any thread may call it."""
+        with self._changed:
+            steps_back = self._steps_back_until is not None
+        if steps_back:
+            self._thread.wake()
 
     def _pause(self, now: float) -> float:
         """Seconds until a job is due. Holds the lock."""
-        due_at = (now if each.cancelled else each.due_at for each in self._queue)
+        back_until = self._steps_back_until or now
+        due_at = (
+            now if each.cancelled else max(each.due_at, back_until if each.steps_back else now)
+            for each in self._queue
+        )
         return max(0.0, min(due_at, default=WOKEN) - now)
 
 

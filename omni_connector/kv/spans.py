@@ -71,6 +71,7 @@ class TransferSpec:
 
     Attributes:
         fills_blocks: whether the blocks are written, not read.
+        background: whether nobody waits for it, so that it steps back for other jobs.
         span: the name of its spans in a trace.
         timed_as, counted_as: what its seconds, and its bytes and blocks, are counted as; empty
             where they are not.
@@ -79,6 +80,7 @@ class TransferSpec:
     """
 
     fills_blocks: ClassVar[bool] = False
+    background: ClassVar[bool] = False
     span: ClassVar[str]
     timed_as: ClassVar[str] = ""
     counted_as: ClassVar[str] = ""

@@ -84,8 +84,10 @@ class _Threads:
         self.cores = near_cores(_PROCESS_CORES, frozenset(os.sched_getaffinity(0)))
         self.helpers = Helpers(self.cores)
         start, on_end = context.start, self.helpers.tell_lender
-        self.saves = CopyThread("omni-save", self.cores, start, on_end, context.clock)
         self.loads = CopyThread("omni-load", self.cores, start, on_end, context.clock)
+        self.saves = CopyThread(
+            "omni-save", self.cores, start, on_end, context.clock, first=self.loads
+        )
 
     def close(self) -> None:
         """Stop them. Idempotent."""
@@ -434,7 +436,7 @@ class OmniWorker:
             slots, generations = map(np.array, metadata.void)
             own, rows = of_stripe(slots, self._rank, self._caches.arena.stripes)
             work = self._caches.saver.void_work(rows[own].tolist(), generations[own].tolist())
-            self._threads.saves.submit(NO_JOB_ID, work)
+            self._threads.saves.submit(NO_JOB_ID, work, in_order=True)
 
     def _start(self, jobs: Mapping[int, TransferSpec], fence: object = None) -> None:
         self._outcomes.expect(jobs.values())
@@ -471,7 +473,8 @@ class OmniWorker:
         work = body(job_id, spec, caches.copier.fence() if fence is None else fence)
         work = traced(self._context.trace, spec.span, job_id, work, spec.request_id)
         self._under_way[job_id] = spec
-        thread.submit(job_id, work, spec.blocks.held if spec.request_id else ())
+        written = spec.blocks.held if spec.request_id else ()
+        thread.submit(job_id, work, written, background=spec.background)
         return True
 
     def collect(self) -> None:

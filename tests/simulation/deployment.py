@@ -11,6 +11,7 @@ from omni_connector.errors import ConfigError, LayoutError
 from omni_connector.identity.epochs import WeightsSaid
 from omni_connector.net.orders import NO_ORDERS, Orders
 from omni_connector.runtime.context import EngineContext
+from omni_connector.runtime.turns import Turn, Turns
 from omni_connector.transports.choice import Transports
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads
 from omni_connector.vllm_v1.surroundings import Surroundings
@@ -39,6 +40,7 @@ from tests.simulation.surroundings.memory import (
     UnwrittenFile,
 )
 from tests.simulation.surroundings.neighbours import SimulatedNeighbours
+from tests.simulation.surroundings.precedence import Precedence
 from tests.simulation.surroundings.wires import (
     STRANGER,
     Net,
@@ -251,6 +253,10 @@ class Deployment:
             slow = {"save": self._slow_copies, "load": self._slow_loads}
             return TroubledCopier(world, self.raising, slow, made)
 
+        def start(name: str, turn: Turn, **options: Any) -> Turns:
+            inspection.watch_choices(turn, Precedence(f"{owner}'s {name}").chosen)
+            return SimulatedTurns(world, owner, name, turn, **options)
+
         def adapter_loads(_: object) -> AdapterLoads:
             found = ADAPTERS_OF[owner.split(".")[0]]
             found.append(AdapterLoads())
@@ -259,7 +265,7 @@ class Deployment:
         return Surroundings(
             context=EngineContext(
                 clock=world.clock,
-                start=functools.partial(SimulatedTurns, world, owner),
+                start=start,
                 lock=functools.partial(SimulatedLock, world),
                 randbytes=world.randbytes,
             ),

@@ -136,7 +136,7 @@ def test_a_save_that_outlives_the_arena_raises_nothing(engine, monkeypatch):
     worker = prefill.worker_half
     saves = []
     monkeypatch.setattr(
-        inspection.saves(worker), "submit", lambda number, work, writes: saves.append(work)
+        inspection.saves(worker), "submit", lambda number, work, *_, **__: saves.append(work)
     )
     prefill.submit(PROMPT, params=HANDOFF)
     prefill.run(lambda: bool(saves))

@@ -395,7 +395,7 @@ FEATURES: Final = (
         "at a reset slots are voided at once, also where a rank still copies into them",
         (
             "omni_connector.vllm_v1.worker",
-            "            self._threads.saves.submit(NO_JOB_ID, work)\n",
+            "            self._threads.saves.submit(NO_JOB_ID, work, in_order=True)\n",
             "            list(work(lambda: False))\n",
         ),
     ),

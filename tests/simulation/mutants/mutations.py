@@ -16,6 +16,24 @@ from tests.simulation.mutants.weights import WEIGHTS
 
 OWN: Final = (
     mutant(
+        "saves do not step back",
+        "a save that nobody waits for is copied beside a load",
+        (
+            "omni_connector.copy.threads",
+            "        if not waited_for and not (self._first is not None and self._first.copies):\n",
+            "        if True:\n",
+        ),
+    ),
+    mutant(
+        "saves step back for ever",
+        "a save that nobody waits for waits until no load is copied",
+        (
+            "omni_connector.copy.threads",
+            "        if now >= self._steps_back_until:\n",
+            "        if False:\n",
+        ),
+    ),
+    mutant(
         "saves to the store hold no blocks",
         "what is copied for the store is not held",
         (
