@@ -6,6 +6,7 @@ have registered their KV caches, because what it consists of depends on what the
 """
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -638,6 +639,18 @@ def _agreeing(
             raise ConfigError("the ranks of this engine have KV caches of different layouts")
         if workers[stage, rank].stripes != workers[0, 0].stripes:
             raise ConfigError("only some ranks of this engine hold the same KV as others")
+    names = Counter(
+        name
+        for stage in range(stages)
+        for group in workers[stage, 0].groups
+        for name in group.names or ()
+    )
+    if twice := [name for name, times in names.items() if times > 1]:
+        # vLLM numbers EAGLE's layers behind those of the last stage, not behind all.
+        raise ConfigError(
+            f"vLLM calls layers of several pipeline stages {twice[0]}, so that OmniKVConnector "
+            "cannot tell the drafter's from the model's"
+        )
     return [workers[key] for key in keys]
 
 

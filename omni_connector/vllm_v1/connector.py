@@ -44,6 +44,7 @@ from omni_connector.vllm_v1.metadata import (  # noqa: E402
     OmniHandshakeMetadata,
     introduced_workers,
     ranks_of,
+    runner_ends_steps,
 )
 from omni_connector.vllm_v1.metrics import OmniPromMetrics, OmniStats  # noqa: E402
 from omni_connector.vllm_v1.older_runners import (  # noqa: E402
@@ -97,6 +98,7 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         self._scheduler_half: OmniScheduler | None = None
         self._worker_half: OmniWorker | None = None
         self._reports = ReportPath()
+        self._runner_ends_steps = runner_ends_steps(vllm_config)
         self._beside_others = False
         if role == KVConnectorRole.SCHEDULER:
             _warn_of_vllm()
@@ -313,6 +315,8 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if not self._reports.known:
             return KVConnectorTransferResults()
+        if not self._runner_ends_steps:
+            self._worker.start_saves()
         self._worker.collect()
         finished, failed = self._worker.take_finished_loads()
         return KVConnectorTransferResults(
@@ -326,7 +330,10 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         self._reports.asked()
-        return self._worker.take_report()
+        report = self._worker.take_report()
+        if not self._runner_ends_steps:
+            self.clear_connector_metadata()
+        return report
 
     # For the API server
 

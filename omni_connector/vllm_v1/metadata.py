@@ -153,6 +153,18 @@ def num_workers(vllm_config: "VllmConfig") -> int:
     return parallel.tensor_parallel_size * parallel.pipeline_parallel_size
 
 
+def runner_ends_steps(vllm_config: "VllmConfig") -> bool:
+    """Whether vLLM's runner ends each step of this rank, by `wait_for_save` and
+    `clear_connector_metadata`.
+
+    With drafts, the V1 runner does so where it drafts: in the last pipeline stage.
+    """
+    parallel = vllm_config.parallel_config
+    ranks = num_workers(vllm_config)
+    drafts_here = parallel.rank % ranks >= ranks - parallel.tensor_parallel_size
+    return drafts_here or vllm_config.speculative_config is None
+
+
 def num_local_workers(vllm_config: "VllmConfig") -> int:
     """Those of the ranks that a host has, where the engine spans several hosts."""
     hosts = getattr(vllm_config.parallel_config, "nnodes_within_dp", 1)

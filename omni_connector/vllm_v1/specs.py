@@ -124,12 +124,6 @@ def require_supported_engine(vllm_config: "VllmConfig") -> None:
         size = getattr(parallel, name)
         if size > 1:
             raise ConfigError(f"{name} is {size}; OmniKVConnector supports only 1")
-    if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
-        # With it vLLM's V1 runner calls `wait_for_save` in the last stage alone.
-        raise ConfigError(
-            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, with speculative "
-            "decoding; OmniKVConnector supports only one of both"
-        )
     require_supported_drafter(vllm_config)
 
 

@@ -83,10 +83,10 @@ def piped(plan: Plan, draw: random.Random) -> Plan:
         draw: of this, and of nothing else.
     """
     # The other connector of MultiConnector takes no metadata of several pipeline stages.
-    alone = not any(each.drafts or each.beside for each in plan.engines)
+    alone = not any(each.beside for each in plan.engines)
     if draw.random() >= _PIPED_OFTEN or not alone:
         return plan
-    layers = LAYERS * groups_of(plan.engines[0].family)
+    layers = LAYERS * min(groups_of(each.family) for each in plan.engines)
 
     def split() -> tuple[int, ...]:
         return tuple(sorted(draw.sample(range(1, layers), draw.choice((1, 1, 2)))))
@@ -96,6 +96,10 @@ def piped(plan: Plan, draw: random.Random) -> Plan:
     engines = []
     for each in plan.engines:
         stages = common if alike else draw.choice((common, split(), ()))
+        if each.drafts and not each.overlap:
+            # Else vLLM may take a request's drafts before it has the token that they follow, where
+            # a step is under way beside the last one of the prompt.
+            stages = ()
         # V1 has no async scheduling with stages.
         runner = "v2" if each.overlap and stages else each.runner
         engines.append(replace(each, stages=stages, late_reports=late, runner=runner))

@@ -12,7 +12,7 @@ import pytest
 from omni_connector.errors import ConfigError
 from omni_connector.vllm_v1.drafter import drafter_id, require_supported_drafter, tokens_ahead
 from tests import inspection
-from tests.toy import BLOCK, DRAFTED
+from tests.toy import BLOCK, DRAFTED, LAYERS
 from tests.toy_runner import WrongBytes
 
 from .harness import HANDOFF, SEVERAL_MODULES
@@ -58,9 +58,27 @@ def test_the_drafter_finds_what_its_tokens_give(engine, family, drafter, drafts,
     assert set(other) <= {length - left - 1}
 
 
+OTHER_STAGES = [((1,), (1,)), ((1,), ()), ((), (1,)), ((1,), (1, LAYERS + 1))]
+
+
 @of_all
-def test_a_drafter_that_finds_other_kv_is_noticed(engine, family, monkeypatch):
+@pytest.mark.parametrize(("theirs", "ours"), OTHER_STAGES, ids=str)
+@pytest.mark.parametrize("length", [5, 3 * BLOCK + 5])
+def test_pipeline_stages_have_the_drafter_in_the_last(engine, family, theirs, ours, length):
     options = {"family": family, "drafter": "mtp", "drafts": 1}
+    prefill = engine("kv_producer", stages=theirs, **options)
+    decode = engine("kv_consumer", stages=ours, **options)
+    tokens = prompt(length)
+    right = engine(None, **options).generate(tokens, 6).tokens
+    params = prefill.generate(tokens, 1, HANDOFF).params
+    assert decode.generate(tokens, 6, params).tokens == right
+    assert decode.stats.data["counts"]["tokens_loaded"] == length - 1
+
+
+@of_all
+@pytest.mark.parametrize("stages", [(), (1,)], ids=["one stage", "two stages"])
+def test_a_drafter_that_finds_other_kv_is_noticed(engine, family, stages):
+    options = {"family": family, "drafter": "mtp", "drafts": 1, "stages": stages}
     prefill = engine("kv_producer", **options)
     decode = engine("kv_consumer", **options)
     prefill.runner.tokens_ahead = 0  # it leaves what no other drafter computes

@@ -166,24 +166,39 @@ def test_engines_of_other_blocks_and_ranks(engine, family, sizes, ranks):
         assert not decode.failures()
 
 
-@pytest.mark.parametrize(
-    ("family", "stages"),
-    [
-        (family, stages)
-        for family, alone in UNDRAFTED.items()
-        for stages in ((1,), (1, LAYERS + 1))
-        if stages[-1] < LAYERS * len(FAMILIES[alone])
-    ],
-    ids=str,
-)
-def test_a_prefill_engine_without_the_drafter_may_have_stages(engine, family, stages):
+IN_STAGES = [
+    (family, stages)
+    for family, alone in UNDRAFTED.items()
+    for stages in ((1,), (1, LAYERS + 1))
+    if stages[-1] < LAYERS * len(FAMILIES[alone])
+]
+"""Families, and where the later pipeline stages of an engine begin."""
+
+in_stages = pytest.mark.parametrize(("family", "stages"), IN_STAGES, ids=str)
+
+
+@in_stages
+@pytest.mark.parametrize("of_decode", [(), (1,)], ids=["one stage", "two stages"])
+def test_a_prefill_engine_without_the_drafter_may_have_stages(engine, family, stages, of_decode):
     prefill = engine("kv_producer", stages=stages, **without(family))
-    decode = engine("kv_consumer", family=family, **MTP)
+    decode = engine("kv_consumer", family=family, stages=of_decode, **MTP)
     found = found_by_drafter(decode)
     tokens = prompt(70)
     right = engine(None, **without(family)).generate(tokens, 6).tokens
     assert hand_off(prefill, decode, tokens) == right
     require_zeros(found, 69)
+    assert not decode.failures()
+
+
+@in_stages
+@pytest.mark.parametrize("of_decode", [(), (1,)], ids=["one stage", "two stages"])
+def test_a_prefill_engine_with_the_drafter_may_have_stages(engine, family, stages, of_decode):
+    prefill = engine("kv_producer", family=family, stages=stages, **MTP)
+    decode = engine("kv_consumer", stages=of_decode, **without(family))
+    tokens = prompt(70)
+    right = engine(None, **without(family)).generate(tokens, 6).tokens
+    assert hand_off(prefill, decode, tokens) == right
+    assert decode.count("tokens_loaded") == len(tokens) - 1
     assert not decode.failures()
 
 

@@ -446,6 +446,29 @@ def test_an_engine_without_one_of_its_stages_does_not_start(engine, missing):
         made.set_xfer_handshake_metadata_pp_aware(said)
 
 
-def test_speculative_decoding_with_stages_is_refused_by_name(engine):
-    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2, with speculative"):
-        engine("kv_both", stages=(1,), drafter="ngram", drafts=2)
+def test_stages_with_a_layer_of_one_name_are_refused(engine):
+    """vLLM numbers EAGLE's layers so."""
+    one = engine("kv_both", stages=(1,))
+    said = {(stage, 0): each.get_handshake_metadata() for stage, each in enumerate(one.workers)}
+    said[1, 0] = dataclasses.replace(said[1, 0], groups=said[0, 0].groups)
+    made = one.scheduler.connector
+    made.shutdown()
+    made._scheduler_half = None
+    with pytest.raises(ConfigError, match="layers of several pipeline stages"):
+        made.set_xfer_handshake_metadata_pp_aware(said)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "mtp"])
+def test_what_the_runner_does_not_end_in_the_first_stage_is_saved_all_the_same(engine, drafter):
+    """With drafts, vLLM's V1 runner calls `wait_for_save` in the last stage alone."""
+    family = "full" if drafter == "ngram" else "full and drafter"
+    options = {"family": family, "stages": (1,), "drafter": drafter, "drafts": 2}
+    prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
+    for length in LENGTHS:
+        asked = prompt(length)
+        right = engine(None, **options).generate(asked, 6).tokens
+        params = prefill.generate(asked, 1, HANDOFF).params
+        assert decode.generate(asked, 6, params).tokens == right
+    assert decode.count("tokens_loaded") == sum(LENGTHS) - len(LENGTHS)
+    assert not decode.failures()
+    assert_clean(prefill, decode)

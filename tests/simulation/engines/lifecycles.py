@@ -41,7 +41,7 @@ def v1(
     for worker in workers:
         worker.bind_connector_metadata(_metadata(step))
     breathe()
-    return _forward(workers, runner, step, breathe)
+    return _forward(workers, runner, step, breathe, _endless(workers, step))
 
 
 def v2(
@@ -74,8 +74,22 @@ def older(
 LIFECYCLES: Final[dict[str, Lifecycle]] = {"v1": v1, "v2": v2, "old": old, "older": older}
 
 
+def _endless(workers: Workers, step: SchedulerOutput) -> Workers:
+    """Those for which `GPUModelRunner` does not end the step, as it ends it where it drafts: in the
+    last pipeline stage."""
+    if not workers or not step.total_num_scheduled_tokens:
+        return ()
+    config = workers[0]._vllm_config
+    last_stage = config.parallel_config.tensor_parallel_size
+    return () if config.speculative_config is None else workers[:-last_stage]
+
+
 def _forward(
-    workers: Workers, runner: ToyRunner, step: SchedulerOutput, breathe: Breathe
+    workers: Workers,
+    runner: ToyRunner,
+    step: SchedulerOutput,
+    breathe: Breathe,
+    endless: Workers = (),
 ) -> list[ModelRunnerOutput]:
     for worker in workers if step.has_sync_kv_loads else ():  # of another connector
         worker.start_load_kv(_no_context())
@@ -84,9 +98,13 @@ def _forward(
     for worker in workers:
         if not step.has_sync_kv_loads:
             worker.start_load_kv(_no_context())
-        _wait_for_save(worker)
+        if worker not in endless:
+            _wait_for_save(worker)
         breathe()
-    return [model_output(*batch, connector_output(worker, step)) for worker in workers]
+    return [
+        model_output(*batch, connector_output(worker, step, ends=worker not in endless))
+        for worker in workers
+    ]
 
 
 def _old(
@@ -124,8 +142,11 @@ def _old(
     return outputs
 
 
-def connector_output(worker: KVConnectorBase_V1, step: SchedulerOutput) -> KVConnectorOutput:
-    """What vLLM asks of a worker's connector after a step; the step's metadata is over with it."""
+def connector_output(
+    worker: KVConnectorBase_V1, step: SchedulerOutput, *, ends: bool = True
+) -> KVConnectorOutput:
+    """What vLLM asks of a worker's connector after a step; the step's metadata is over with it,
+    unless the runner does not end the step."""
     results = worker.get_transfer_results(step.finished_req_ids)
     output = KVConnectorOutput(
         finished_sending=results.finished_sending,
@@ -136,7 +157,8 @@ def connector_output(worker: KVConnectorBase_V1, step: SchedulerOutput) -> KVCon
         kv_cache_events=worker.get_kv_connector_kv_cache_events(),
         kv_connector_worker_meta=worker.build_connector_worker_meta(),
     )
-    worker.clear_connector_metadata()
+    if ends:
+        worker.clear_connector_metadata()
     return output
 
 
