@@ -11,6 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.kv.canonical import SlotLayout
+from omni_connector.kv.convert import PageRun
 
 _OF_NOTHING: Final = xxhash.xxh3_64_intdigest(b"")
 
@@ -104,6 +105,26 @@ class BlockCopier(ABC):
         assert sums is not None  # only a cancelled copy has none
         return sums
 
+    def load_pages(
+        self, copy: BlockCopy, runs: Sequence[PageRun], length: int
+    ) -> NDArray[np.uint64] | None:
+        """Copy some pages of a peer's slots, which hold other layers than ours, to blocks.
+
+        The padding of the blocks is zeroed. Pages of no run stay as they are.
+
+        Args:
+            copy: as for `load`, with slots of the peer's layout.
+            runs: the pages, in the order of the peer's slots.
+            length: bytes of each slot, which are hashed, those of other pages too.
+
+        Returns:
+            As `load`; None if this copier does not copy single pages. Then nothing was copied.
+
+        Raises:
+            ValueError: slots or blocks that have no such pages; nothing was copied.
+        """
+        return None
+
     def begin(
         self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
     ) -> NDArray[np.uint64] | None:
@@ -154,13 +175,18 @@ class BlockCopier(ABC):
         """What `save` and `load` do, with arrays that fit."""
 
     def _check(self, copy: BlockCopy) -> None:
-        slots, size = copy.slots, self._layout.group_bytes[copy.group]
-        if slots.ndim != 2 or slots.shape[1] < size:  # a peer's may be larger than ours
-            raise ValueError(f"expected slots (n, {size} bytes or more), found {slots.shape}")
-        if slots.dtype != np.uint8 or slots.strides[1] != 1:
-            raise ValueError(f"slots are {slots.dtype} with strides {slots.strides}, not bytes")
-        if copy.block_ids.shape != copy.slot_ids.shape:
-            raise ValueError(f"{len(copy.block_ids)} blocks, but {len(copy.slot_ids)} slots")
+        check_slots(copy, self._layout.group_bytes[copy.group])
+
+
+def check_slots(copy: BlockCopy, size: int) -> None:
+    """Raise ValueError unless a copy has slots of `size` bytes or more, one for each block."""
+    slots = copy.slots
+    if slots.ndim != 2 or slots.shape[1] < size:  # a peer's may be larger than ours
+        raise ValueError(f"expected slots (n, {size} bytes or more), found {slots.shape}")
+    if slots.dtype != np.uint8 or slots.strides[1] != 1:
+        raise ValueError(f"slots are {slots.dtype} with strides {slots.strides}, not bytes")
+    if copy.block_ids.shape != copy.slot_ids.shape:
+        raise ValueError(f"{len(copy.block_ids)} blocks, but {len(copy.slot_ids)} slots")
 
 
 def _sums_of_nothing(copy: BlockCopy) -> NDArray[np.uint64]:

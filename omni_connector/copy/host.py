@@ -10,7 +10,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.copy.copier import BlockCopier, BlockCopy, consecutive
+from omni_connector.copy.copier import BlockCopier, BlockCopy, check_slots, consecutive
 from omni_connector.copy.native import (
     ALIGNMENT,
     LEAST_HASHED,
@@ -20,6 +20,7 @@ from omni_connector.copy.native import (
     native_copy,
 )
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
+from omni_connector.kv.convert import PageRun
 from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of, split
 
 _HASHED_BYTES = 512 * 1024
@@ -80,6 +81,7 @@ class _GroupParts:
 
     Args:
         rows: its content, as machine code copies it.
+        pages: its pages, in slot order.
         whole: its segments, in slot order.
         hashed: the same cut so small that they are hashed while they are still in the cache.
         padding: what the group reserves beside its content, `(num_blocks, ...)` each.
@@ -87,6 +89,7 @@ class _GroupParts:
     """
 
     rows: Rows
+    pages: list[_Part]
     whole: list[_Part]
     hashed: list[_Part]
     padding: list[NDArray[np.uint8]]
@@ -104,6 +107,7 @@ class _GroupParts:
         ]
         return cls(
             Rows.of(rows, canonical.num_blocks),
+            [_Part.of(canonical, page) for page in pages],
             [_Part.of(canonical, segment) for segment in content],
             [_Part.of(canonical, segment) for segment in cut],
             [_Part.of(canonical, segment).blocks for segment in padding_of(pages)],
@@ -151,6 +155,16 @@ class CpuCopier(BlockCopier):
             return None
         return begin(count, nbytes) if nbytes >= LEAST_HASHED else None
 
+    def load_pages(
+        self, copy: BlockCopy, runs: Sequence[PageRun], length: int
+    ) -> NDArray[np.uint64] | None:
+        self._check_runs(copy, runs, length)
+        if padding := self._groups[copy.group].padding:
+            for block, _, count in consecutive(copy.block_ids, copy.block_ids, length):
+                _zero(padding, block, count)
+        nbytes = len(copy.block_ids) * sum(run.nbytes for run in runs)
+        return self._shared(copy, nbytes, lambda part: self._load_pages(part, runs, length))
+
     def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
         for block, _, count in consecutive(block_ids, block_ids, len(block_ids)):
             _zero(self._groups[group].reserved, block, count)
@@ -162,12 +176,22 @@ class CpuCopier(BlockCopier):
         self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
     ) -> NDArray[np.uint64] | None:
         count, size = len(copy.block_ids), self._layout.group_bytes[copy.group]
-        threads = 1 if self._helpers is None else self._helpers.threads
-        # More parts than threads, as one may come late.
-        parts = min(2 * threads, count, count * size // self.shared_bytes)
+        return self._shared(
+            copy, count * size, lambda part: self._copy_part(part, saving, cancelled)
+        )
+
+    def _shared(
+        self,
+        copy: BlockCopy,
+        nbytes: int,
+        work: Callable[[BlockCopy], NDArray[np.uint64] | None],
+    ) -> NDArray[np.uint64] | None:
+        """What `work` gives for all blocks of a copy of `nbytes`, which the helpers share in."""
         if self._helpers is None:
-            return self._copy_part(copy, saving, cancelled)
-        parts = max(1, parts)
+            return work(copy)
+        count = len(copy.block_ids)
+        # More parts than threads, as one may come late.
+        parts = max(1, min(2 * self._helpers.threads, count, nbytes // self.shared_bytes))
         sums: dict[int, NDArray[np.uint64]] = {}
         given_up: list[int] = []
 
@@ -176,7 +200,7 @@ class CpuCopier(BlockCopier):
             states = None if copy.states is None else copy.states[some]
             ids = copy.block_ids[some], copy.slot_ids[some]
             each = replace(copy, block_ids=ids[0], slot_ids=ids[1], states=states)
-            found = None if given_up else self._copy_part(each, saving, cancelled)
+            found = None if given_up else work(each)
             if found is None:
                 given_up.append(part)
             else:
@@ -215,6 +239,64 @@ class CpuCopier(BlockCopier):
             for block, _, count in consecutive(copy.block_ids, copy.slot_ids, len(targets)):
                 _zero(group.padding, block, count)
         return checksums(states) if copy.checksum else np.zeros(len(targets), np.uint64)
+
+    def _check_runs(self, copy: BlockCopy, runs: Sequence[PageRun], length: int) -> None:
+        check_slots(copy, length)
+        done, size = 0, self._layout.group_bytes[copy.group]
+        for run in runs:
+            if not (done <= run.at <= length - run.nbytes and 0 <= run.first < run.end <= size):
+                raise ValueError(f"{run}, in a slot of {length} bytes and a block of {size}")
+            done = run.at + run.nbytes
+
+    def _load_pages(
+        self, copy: BlockCopy, runs: Sequence[PageRun], length: int
+    ) -> NDArray[np.uint64]:
+        group, native = self._groups[copy.group], native_copy()
+        rows = [group.rows.between(run.first, run.end) for run in runs]
+        targets = [each.blocks(copy.block_ids) for each in rows]
+        starts = [*(run.at for run in runs), length]
+        if (
+            native is None
+            or not all(each.whole for each in rows)
+            or any((addresses % ALIGNMENT).any() for addresses in targets)
+            or (copy.checksum and (length < LEAST_HASHED or any(at % ALIGNMENT for at in starts)))
+        ):
+            return self._load_pages_by_numpy(copy, runs, length)
+        states = begin(len(copy.block_ids), length)
+        done = 0
+        for run, each, addresses in zip(runs, rows, targets, strict=True):
+            self._pass_over(copy, done, run.at, states)
+            done = run.at + run.nbytes
+            sources = each.slots(copy.slots[:, run.at : done], copy.slot_ids)
+            native(addresses, sources, each.lengths, states, checksum=copy.checksum)
+        self._pass_over(copy, done, length, states)
+        return checksums(states) if copy.checksum else np.zeros(len(states), np.uint64)
+
+    def _pass_over(self, copy: BlockCopy, first: int, end: int, states: NDArray[np.uint64]) -> None:
+        """Hash bytes of slots that are not copied."""
+        native = native_copy()
+        if not copy.checksum or first == end or native is None:
+            return
+        start = copy.slots.ctypes.data + first
+        sources = start + copy.slot_ids[:, None] * copy.slots.strides[0]
+        native.hash(sources, np.array([end - first]), states)
+
+    def _load_pages_by_numpy(
+        self, copy: BlockCopy, runs: Sequence[PageRun], length: int
+    ) -> NDArray[np.uint64]:
+        pages = self._groups[copy.group].pages
+        sums = np.zeros(len(copy.block_ids), np.uint64)
+        ids = zip(copy.block_ids.tolist(), copy.slot_ids.tolist(), strict=True)
+        for i, (block, slot) in enumerate(ids):
+            for run in runs:
+                for page in pages:
+                    if run.first <= page.first and page.end <= run.end:
+                        at = run.at + page.first - run.first
+                        content = copy.slots[slot, at : at + page.end - page.first]
+                        page.blocks[block] = content.reshape(page.blocks.shape[1:])
+            if copy.checksum:  # after the copy; see `_copy_hashed`
+                sums[i] = xxhash.xxh3_64_intdigest(copy.slots[slot, :length].data)
+        return sums
 
     def _copy_by_numpy(
         self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None

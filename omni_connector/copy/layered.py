@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.copy.threads import UNTIL_NOTIFIED
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
+from omni_connector.kv.convert import PageRun
 from omni_connector.kv.spans import BlockSpans
 from omni_connector.runtime.trace import Trace, now
 
@@ -286,6 +287,17 @@ class TracedCopier(BlockCopier):
         self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
     ) -> NDArray[np.uint64] | None:
         return self._inner.begin(groups, slots, count)
+
+    def load_pages(
+        self, copy: BlockCopy, runs: Sequence[PageRun], length: int
+    ) -> NDArray[np.uint64] | None:
+        began = now()
+        checksums = self._inner.load_pages(copy, runs, length)
+        if checksums is not None:
+            blocks = len(copy.block_ids)
+            size = blocks * sum(run.nbytes for run in runs)
+            self._trace.span("load part", began, group=copy.group, blocks=blocks, bytes=size)
+        return checksums
 
     def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
         began = now()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from omni_connector.copy.jobs import LoadSpec
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey, LayerPlaces
-from omni_connector.kv.convert import SlotConverter
+from omni_connector.kv.convert import PageRun, SlotConverter
 from omni_connector.kv.heads import HeadSlice, head_sources
 from omni_connector.kv.shapes import GroupShape, converter, same_bytes, state_slices
 from omni_connector.kv.spans import NULL_BLOCK_ID
@@ -37,12 +37,14 @@ class LoadSource:
         converter: makes our slots of its slots, or states of its states; None where they hold the
             bytes of our blocks.
         heads: those that are taken from it, for each layer that the converter copies.
+        runs: where the pages lie that are taken from it, if they are whole; else none.
     """
 
     arenas: tuple[int, ...]
     length: int
     converter: SlotConverter | StateSlices | None = None
     heads: tuple[HeadSlice, ...] = ()
+    runs: tuple[PageRun, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,16 @@ class LoadPlan:
     def stripes(self) -> int:
         """Arenas over which the slots of a source are spread."""
         return len(self.sources[0].arenas)
+
+    @property
+    def copies_pages(self) -> bool:
+        """Whether each block is filled with whole pages, of one slot of each source."""
+        return all(source.runs for source in self.sources)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of these pages."""
+        return sum(run.nbytes for source in self.sources for run in source.runs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -257,6 +269,7 @@ class LoadPlans:
                     converts.source_bytes,
                     converts,
                     tuple(heads),
+                    converts.page_runs,
                 )
                 for of_stage, heads in sorted(by_rank.items())
             ]

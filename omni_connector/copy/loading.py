@@ -324,7 +324,7 @@ class _Load:
         try:
             if step.plan.sources[0].converter is None:
                 yield from self._copy(step, slots)
-            else:
+            elif not step.plan.copies_pages or not (yield from self._copy_pages(step, slots)):
                 yield from self._convert(step, slots)
         finally:
             for each in slots:
@@ -343,6 +343,23 @@ class _Load:
             )
             yield True
             self._compare(step, part, checksums.tolist(), slots)
+
+    def _copy_pages(self, step: LoadStep, found: Sequence[Slots]) -> Generator[bool, None, bool]:
+        """Fill blocks with whole pages of slots that hold other layers, if the copier can. Pages
+        that no slot has, a drafter's, are zeroed."""
+        copier = self._rank.copier
+        if step.plan.page_bytes < self._rank.layout.group_bytes[step.group]:
+            copier.zero(step.group, step.block_ids, fence=self._fence)
+        for part, slots in zip(step.by_arena(), found, strict=True):
+            checked = self._checks(slots)
+            block_ids = step.block_ids[part.at]  # each block has one slot of each source
+            copy = BlockCopy(step.group, block_ids, slots.rows, slots.index, checked, self._fence)
+            checksums = copier.load_pages(copy, part.source.runs, part.source.length)
+            if checksums is None:
+                return False
+            yield True
+            self._compare(step, part, checksums.tolist(), slots)
+        return True
 
     def _convert(self, step: LoadStep, found: Sequence[Slots]) -> Generator[bool, None, None]:
         ours, theirs = step.block_size, step.plan.block_size

@@ -27,6 +27,24 @@ class _Dim(NamedTuple):
     size: int
 
 
+class PageRun(NamedTuple):
+    """Pages that lie beside each other in a peer's slots and, in the same order, in ours.
+
+    Attributes:
+        at: byte of the peer's slots at which they begin.
+        first, end: their bytes in our slots.
+    """
+
+    at: int
+    first: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of them."""
+        return self.end - self.first
+
+
 class SlotConverter:
     """Copies tokens and heads from a peer's slots to slots as we would have written them.
 
@@ -92,6 +110,18 @@ class SlotConverter:
                     for page, offset in zip(matched, offsets, strict=True)
                 )
                 self._batches.append(_Batch(layer, *pages))
+
+    @property
+    def page_runs(self) -> tuple[PageRun, ...]:
+        """Where whole pages lie, in the order of the peer's slots; none unless `whole`."""
+        found: list[PageRun] = []
+        for at, first, size in sorted(self._runs):
+            last = found[-1] if found else None
+            if last is not None and (at, first) == (last.at + last.nbytes, last.end):
+                found[-1] = last._replace(end=first + size)
+            else:
+                found.append(PageRun(at, first, first + size))
+        return tuple(found)
 
     def copy(
         self,

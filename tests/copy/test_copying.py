@@ -23,6 +23,7 @@ from omni_connector.kv.canonical import (
     canonicalize,
     canonicalize_cross_layers,
 )
+from omni_connector.kv.convert import PageRun
 
 thorough = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 
@@ -124,6 +125,79 @@ def test_zeroed_blocks_are_zeros_up_to_their_last_padding_and_nothing_else_is(
     canonical, layout = opened(cache)
     make_copier(canonical, layout, random_slots(1, layout)).zero(group, ids(blocks))
     assert torch.equal(cache.buffer, expected.buffer)
+
+
+@thorough
+@given(data=st.data())
+def test_pages_of_slots_with_other_layers_arrive_and_the_rest_of_the_blocks_stays(
+    kv, make_copier, data
+):
+    source, target = data.draw(kv.caches())
+    group = data.draw(st.integers(0, len(source.groups) - 1))
+    count = data.draw(st.integers(0, min(source.num_blocks, target.num_blocks)))
+    blocks = data.draw(st.permutations(range(target.num_blocks)))[:count]
+    used = data.draw(st.permutations(range(count + 2)))[:count]
+    canonical, layout = opened(target)
+    pages = canonical.pages[group]
+    order = data.draw(st.permutations(range(-2, len(pages))))  # negative ones are not ours
+    taken = [place for place in order if place >= 0 and data.draw(st.booleans())]
+    foreign = data.draw(st.sampled_from([8, 64, 256]))
+    runs, length = [], 0
+    for place in order:
+        if place in taken:
+            first = pages[place].slot_offset
+            runs.append(PageRun(length, first, first + pages[place].nbytes))
+        length += pages[place].nbytes if place >= 0 else foreign
+    slots = np.random.default_rng(0).integers(0, 256, (count + 2, length + 3), np.uint8)
+    for number, slot in enumerate(used):
+        content = source.slot(group, number)
+        for run in runs:
+            slots[slot, run.at : run.at + run.nbytes] = content[run.first : run.end]
+    before = slots.copy()
+    expected = target.clone()
+    layers = {}
+    for layer in target.groups[group].layers:
+        layers.setdefault(target.views[layer.name].data_ptr(), layer)
+    for number, block in enumerate(blocks):
+        for place, layer in enumerate(layers.values()):
+            expected.padding(layer, block).zero_()
+            if place in taken:
+                expected.block(layer.name, block)[...] = source.block(layer.name, number)
+    untouched = target.buffer.clone()
+    checksum = data.draw(st.booleans())
+    found = make_copier(canonical, layout, random_slots(1, layout)).load_pages(
+        BlockCopy(group, ids(blocks), slots, ids(used), checksum), runs, length
+    )
+    np.testing.assert_array_equal(slots, before)
+    if found is None:  # a copier that copies whole slots only
+        assert torch.equal(target.buffer, untouched)
+        return
+    assert torch.equal(target.buffer, expected.buffer)
+    assert found.tolist() == [
+        xxhash.xxh3_64_intdigest(slots[slot, :length].tobytes()) if checksum else 0 for slot in used
+    ]
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [PageRun(0, 0, 129)],
+        [PageRun(0, -64, 64)],
+        [PageRun(-64, 0, 64)],
+        [PageRun(512, 0, 64)],
+        [PageRun(64, 0, 64), PageRun(64, 64, 128)],
+        [PageRun(64, 64, 64)],
+    ],
+)
+def test_pages_that_slots_or_blocks_do_not_have_are_refused(kv, runs):
+    cache = kv.build("LBHNC", 2, [[kv.Shape(2, 1, 2, 32)]])
+    before = cache.buffer.clone()
+    canonical, layout = opened(cache)
+    slots = random_slots(2, layout)
+    copier = CpuCopier(canonical, layout)
+    with pytest.raises(ValueError, match="in a slot of 512 bytes"):
+        copier.load_pages(BlockCopy(0, ids([0]), slots, ids([1]), True), runs, 512)
+    assert torch.equal(cache.buffer, before)
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])

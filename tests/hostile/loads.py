@@ -3,7 +3,7 @@
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +29,7 @@ from omni_connector.handoff.messages import HandshakeReply, LeaseGranted, encode
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.kv.convert import PageRun
 from omni_connector.runtime.context import PROCESS_CONTEXT, EngineContext
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.choice import Transports
@@ -118,6 +119,23 @@ class _Copier:
         assert not len(index) or (index.min() >= 0 and index.max() < len(rows))
         assert rows.shape[1] >= size
         found = [xxhash.xxh3_64_intdigest(rows[i, :size].tobytes()) for i in index]
+        return np.array(found if copy.checksum else [0] * len(found), np.uint64)
+
+    def load_pages(
+        self, copy: BlockCopy, runs: Sequence[PageRun], length: int
+    ) -> NDArray[np.uint64]:
+        """As `BlockCopier.load_pages`."""
+        rows, index = copy.slots, copy.slot_ids
+        assert len(copy.block_ids) == len(index)
+        self._check(copy.block_ids)
+        assert not len(index) or (index.min() >= 0 and index.max() < len(rows))
+        assert rows.shape[1] >= length
+        done = 0
+        for run in runs:
+            assert done <= run.at <= length - run.nbytes
+            assert 0 <= run.first < run.end <= self._sizes[copy.group]
+            done = run.at + run.nbytes
+        found = [xxhash.xxh3_64_intdigest(rows[i, :length].tobytes()) for i in index]
         return np.array(found if copy.checksum else [0] * len(found), np.uint64)
 
     def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object) -> None:

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/* Copies the rows of many slots past the caches, and makes the slots' checksums in the same pass.
+/* Copies the rows of many slots past the caches, and makes the slots' checksums in the same pass;
+ * or makes checksums of rows that are not copied.
  *
  * Row j of slot i goes from sources[i * rows + j] to targets[i * rows + j]. It has lengths[j]
  * bytes, a multiple of 64, and its target is aligned to 64 bytes.
@@ -58,11 +59,13 @@ static stripe_t load(const void *from)
 
 /* Nobody reads the target soon, and past the caches its lines are not read before the write. The
  * source is asked for early, as the processor itself looks no further than a page. */
-static stripe_t copy_stripe(const uint8_t *source, uint8_t *target, const uint8_t *soon)
+static inline __attribute__((always_inline)) stripe_t take(
+    const uint8_t *source, uint8_t *target, const uint8_t *soon, int stored)
 {
     __builtin_prefetch(soon, 0, 2);
     stripe_t stripe = load(source);
-    __builtin_nontemporal_store(stripe, (stripe_t *)target);
+    if (stored)
+        __builtin_nontemporal_store(stripe, (stripe_t *)target);
     return stripe;
 }
 
@@ -91,10 +94,11 @@ static uint64_t merge(stripe_t sums, uint64_t bytes)
     return hash ^ hash >> 32;
 }
 
-/* Inlined twice, so that `hashed` is a constant. */
+/* Inlined four times, so that `stored` and `hashed` are constants, and `ends` is NULL or not. */
 static inline __attribute__((always_inline)) void run(
     uint8_t *const *targets, const uint8_t *const *sources, const uint64_t *lengths, uint64_t slots,
-    uint64_t rows, struct state *states, int hashed)
+    uint64_t rows, struct state *states, const uint8_t *ends, unaligned_t *marks,
+    int stored, int hashed)
 {
     for (uint64_t row = 0, slot = 0; slot < slots; slot++) {
         struct state *state = &states[slot];
@@ -103,7 +107,7 @@ static inline __attribute__((always_inline)) void run(
         for (uint64_t j = 0; j < rows; j++, row++) {
             const uint8_t *source = sources[row];
             const uint8_t *next_source = sources[row + 1 < slots * rows ? row + 1 : row];
-            uint8_t *target = targets[row];
+            uint8_t *target = stored ? targets[row] : 0;
             uint64_t stripes = lengths[j] / STRIPE;
             uint64_t ahead = stripes < AHEAD / STRIPE ? stripes : AHEAD / STRIPE;
             for (uint64_t i = 0; i < stripes;) {
@@ -117,7 +121,7 @@ static inline __attribute__((always_inline)) void run(
 #pragma clang loop unroll(full)
                     for (int k = 0; k < BLOCK; k++) {
                         int at = k * STRIPE;
-                        stripe_t stripe = copy_stripe(from + at, to + at, soon + at);
+                        stripe_t stripe = take(from + at, to + at, soon + at, stored);
                         if (hashed)
                             sums = add(sums, stripe, SECRET + 8 * k);
                     }
@@ -126,7 +130,7 @@ static inline __attribute__((always_inline)) void run(
                     i += BLOCK;
                     left -= BLOCK;
                 } else {
-                    stripe_t stripe = copy_stripe(from, to, soon);
+                    stripe_t stripe = take(from, to, soon, stored);
                     sums = add(sums, stripe, SECRET + (left == 1 ? LAST_SECRET : 8 * phase));
                     if (phase == BLOCK - 1 && left > 1)
                         sums = scramble(sums);
@@ -134,6 +138,8 @@ static inline __attribute__((always_inline)) void run(
                     left--;
                 }
             }
+            if (ends && ends[j])
+                *marks++ = sums;
         }
         if (hashed && state->left > 0) {
             *(unaligned_t *)state->sums = sums;
@@ -150,12 +156,28 @@ void copy(
     uint8_t *const *targets, const uint8_t *const *sources, const uint64_t *lengths, uint64_t slots,
     uint64_t rows, struct state *states)
 {
-    run(targets, sources, lengths, slots, rows, states, 0);
+    run(targets, sources, lengths, slots, rows, states, 0, 0, 1, 0);
 }
 
 void copy_hashed(
     uint8_t *const *targets, const uint8_t *const *sources, const uint64_t *lengths, uint64_t slots,
     uint64_t rows, struct state *states)
 {
-    run(targets, sources, lengths, slots, rows, states, 1);
+    run(targets, sources, lengths, slots, rows, states, 0, 0, 1, 1);
+}
+
+/* As `copy_hashed`. Where `ends[j]` is not 0, the sums behind row j go to `marks`, slot by slot. */
+void copy_marked(
+    uint8_t *const *targets, const uint8_t *const *sources, const uint64_t *lengths, uint64_t slots,
+    uint64_t rows, struct state *states, const uint8_t *ends, unaligned_t *marks)
+{
+    run(targets, sources, lengths, slots, rows, states, ends, marks, 1, 1);
+}
+
+/* As `copy_marked`, but copies nothing. `ends` may be NULL. */
+void hash(
+    const uint8_t *const *sources, const uint64_t *lengths, uint64_t slots, uint64_t rows,
+    struct state *states, const uint8_t *ends, unaligned_t *marks)
+{
+    run(0, sources, lengths, slots, rows, states, ends, marks, 0, 1);
 }

@@ -40,6 +40,10 @@ class TroubledCopier:
         self._strike("load")
         return self._inner.load(*args, **kwargs)
 
+    def load_pages(self, *args: Any, **kwargs: Any) -> Any:
+        self._strike("load")
+        return self._inner.load_pages(*args, **kwargs)
+
     def _strike(self, verb: str) -> None:
         if self._slow[verb]:
             self._world.wait(self._slow[verb] * self._world.draw.random())

@@ -322,6 +322,11 @@ FEATURES: Final = (
             "made = np.zeros((len(step.block_ids), self._rank.layout.slot_bytes), np.uint8)",
             "made = np.full((len(step.block_ids), self._rank.layout.slot_bytes), 7, np.uint8)",
         ),
+        (
+            "omni_connector.copy.loading",
+            "            copier.zero(step.group, step.block_ids, fence=self._fence)\n",
+            "            pass\n",
+        ),
     ),
     mutant(
         "a group of a drafter is left as it was",
