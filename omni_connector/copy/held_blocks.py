@@ -129,6 +129,9 @@ class CopyLedger:
         pool: vLLM's blocks.
         ranks: workers that report each job.
         clock: seconds, monotonic.
+
+    Attributes:
+        revoked: jobs that were revoked since the last `take_revoked`, and have not ended.
     """
 
     def __init__(self, pool: EnginePool, ranks: int, clock: Callable[[], float]) -> None:
@@ -137,7 +140,7 @@ class CopyLedger:
         self._clock = clock
         self._ids = itertools.count(1)
         self._jobs: dict[int, _Job] = {}
-        self._revoked: set[int] = set()
+        self.revoked: set[int] = set()
 
     def __bool__(self) -> bool:
         """Whether a job is under way, whose blocks come free without any request's doing."""
@@ -164,13 +167,11 @@ class CopyLedger:
 
     def revoke(self, job_ids: Iterable[int]) -> None:
         """Tell the workers to stop jobs that nobody wants any more; they end all the same."""
-        self._revoked.update(job_id for job_id in job_ids if job_id in self._jobs)
+        self.revoked.update(job_id for job_id in job_ids if job_id in self._jobs)
 
     def take_revoked(self) -> list[int]:
         """Jobs that were revoked since the last call, and have not ended."""
-        if not self._revoked:
-            return []
-        revoked, self._revoked = sorted(self._revoked), set()
+        revoked, self.revoked = sorted(self.revoked), set()
         return revoked
 
     def report(self, done: Mapping[int, int], failed: Mapping[int, str]) -> None:
@@ -183,7 +184,7 @@ class CopyLedger:
             job.failure = job.failure or failed.get(job_id)
             if job.ranks_left <= 0:
                 del self._jobs[job_id]
-                self._revoked.discard(job_id)
+                self.revoked.discard(job_id)
                 self._let_go(job)
                 job.end(job.failure)
 

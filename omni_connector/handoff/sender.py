@@ -76,6 +76,7 @@ class HandoffSender:
 
     Attributes:
         waiting: requests that wait for room, by id, in the order in which they are given some.
+        admitted: requests that have slots, by id.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class HandoffSender:
         self._stats = context.stats
         self._on_complete = on_complete
         self._sends: dict[str, _Send] = {}
-        self._admitted: dict[str, _Send] = {}  # those with slots
+        self.admitted: dict[str, _Send] = {}
         self._copying: dict[int, _Send] = {}  # by job, also for requests that are over
         self._spoiled: set[int] = set()  # jobs whose blocks hold what no model has computed
         self.waiting: OrderedDict[str, _Send] = OrderedDict()
@@ -155,7 +156,7 @@ class HandoffSender:
                 except ArenaFullError as error:
                     self._refuse(send, "prompt_too_long", str(error))
             if send.handoff is not None:
-                self._admitted[request_id] = send
+                self.admitted[request_id] = send
             elif send.refusal is None:
                 self._wait_until = send.wait_until or 0.0
                 if self._clock() < self._wait_until:
@@ -180,7 +181,7 @@ class HandoffSender:
         if self.waiting:
             self.admit()
         scheduled = scheduler_output.num_scheduled_tokens
-        for request_id, send in self._admitted.items():  # fewer than those that decode
+        for request_id, send in self.admitted.items():  # fewer than those that decode
             tokens = scheduled.get(request_id)
             if tokens is None or send.handoff is None or send.refusal is not None:
                 continue
@@ -285,14 +286,14 @@ class HandoffSender:
         for handoff, blocks in self._unsettled:
             self._directory.unfilled(handoff, blocks)
         self._unsettled.clear()
-        for request_id, send in list(self._admitted.items()):
+        for request_id, send in list(self.admitted.items()):
             self._ledger.revoke(send.jobs)
             if send.request.num_computed_tokens:
                 self._refuse(send, "weights_changed", "the prefix cache was reset meanwhile")
                 continue
             send.handoff, send.wait_until, send.jobs = None, None, {}
             send.block_ids.clear()
-            del self._admitted[request_id]
+            del self.admitted[request_id]
             send.copied = list(send.first_blocks)
         self._tried = None
         self._on_complete()
@@ -312,7 +313,7 @@ class HandoffSender:
         """A connector beside this one has failed to load these KV blocks, and vLLM computes them
         anew. Copies of them, and of what was computed upon them, must not be handed off, nor may
         hand-offs of the same prompt that share the slots."""
-        for send in self._admitted.values():
+        for send in self.admitted.values():
             if send.refusal is None and not send.block_ids.isdisjoint(block_ids):
                 self._refuse(send, "load_failed", "a load of another connector has failed")
         for job_id, send in self._copying.items():
@@ -334,7 +335,7 @@ class HandoffSender:
     def finish(self, request: EngineRequest) -> dict[str, Any] | None:
         """The request is over; returns the answer for the router, None where there is none."""
         send = self._sends.pop(request.request_id, None)
-        self._admitted.pop(request.request_id, None)
+        self.admitted.pop(request.request_id, None)
         if send is None:
             return None
         if self.waiting.pop(request.request_id, None) is not None:

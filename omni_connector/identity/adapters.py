@@ -109,9 +109,14 @@ class AdapterContents:
         context: clock, statistics, and the thread that reads, which starts when the first adapter
             is used.
         ranks: workers of this engine.
+
+    Attributes:
+        used: whether any request has used an adapter. Until then no request waits, and
+            `step_ended` need not be called.
     """
 
     def __init__(self, context: EngineContext, ranks: int = 1) -> None:
+        self.used = False
         self._clock = context.clock
         self._stats = context.stats
         self._ranks = ranks
@@ -133,6 +138,7 @@ class AdapterContents:
         """A request has arrived, which `ends` at some time."""
         lora = request.lora_request
         if lora is not None:
+            self.used = True
             self._live[request.request_id] = lora.lora_name, lora.lora_path
 
     def arrives(self, request: AdaptedRequest) -> bool:

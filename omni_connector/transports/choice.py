@@ -218,6 +218,8 @@ class Transports:
 
     def take_choices(self) -> list[Choice]:
         """The choices since the last call, one for each arena."""
+        if not self._untold:
+            return []
         return [self._untold.popleft() for _ in range(len(self._untold))]
 
     def details(self) -> dict[str, dict[str, Any]]:

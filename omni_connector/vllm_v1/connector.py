@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OmniKVConnector`: what vLLM loads. It forwards to the half that its role asks for."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from omni_connector.vllm_v1.vllm_names import losses, require_fitting_vllm, untested
@@ -106,6 +106,10 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
             self._worker_half = make_worker(
                 self._config, vllm_config, kv_cache_config, self._surroundings()
             )
+            self._call_directly(
+                wait_for_save=self._worker_half.start_saves,
+                get_block_ids_with_load_errors=self._worker_half.take_bad_block_ids,
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -119,12 +123,20 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         parallel = self._vllm_config.parallel_config
         return replace(SURROUNDINGS, lingers=parallel.data_parallel_size == 1)
 
-    @property
+    def _call_directly(self, **methods: Callable[..., Any]) -> None:
+        """Have vLLM call methods of a half without a call of this object in between.
+
+        vLLM calls them in each step, and the model has emptied the processor's caches since the
+        last one."""
+        for name, method in methods.items():
+            setattr(self, name, method)
+
+    @cached_property
     def _scheduler(self) -> OmniScheduler:
         assert self._scheduler_half is not None, "the workers have not registered yet"
         return self._scheduler_half
 
-    @property
+    @cached_property
     def _worker(self) -> OmniWorker:
         assert self._worker_half is not None, "this is the scheduler half"
         return self._worker_half
@@ -210,9 +222,17 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         )
         leave = partial(self._scheduler_half.leave, shutdown_timeout(self._vllm_config))
         notice_shutdown(leave)
-        # vLLM asks this in each step for each request that waits, so no call lies in between.
-        asked = self._scheduler_half.get_num_new_matched_tokens
-        self.get_num_new_matched_tokens = asked  # type: ignore[method-assign]
+        half = self._scheduler_half
+        self._call_directly(
+            on_new_request=half.on_new_request,
+            get_num_new_matched_tokens=half.get_num_new_matched_tokens,
+            update_state_after_alloc=half.update_state_after_alloc,
+            build_connector_meta=half.build_meta,
+            get_kv_connector_stats=half.take_stats,
+            has_pending_push_work=half.has_work,
+            has_pending_block_frees=half.frees_soon,
+            take_events=half.step_ended,
+        )
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         return tuple(self._kv_cache_config.transfer_group_ids)
@@ -240,6 +260,13 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         given = connector_output.kv_connector_worker_meta
+        if not (
+            given
+            or connector_output.kv_connector_stats
+            or connector_output.invalid_block_ids
+            or connector_output.finished_recving
+        ):
+            return  # most steps have no news
         connector_output.kv_connector_worker_meta = given or carried_report(connector_output)
         self._scheduler.update_output(connector_output)
         connector_output.kv_connector_worker_meta = given  # other connectors see it too
@@ -287,15 +314,25 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         assert isinstance(connector_metadata, OmniConnectorMetadata)
         super().bind_connector_metadata(connector_metadata)
         self._worker.bind(connector_metadata)
-        self._reports.step_begins()
+        if not self._reports.by_metadata:
+            self._reports.step_begins()
+
+    def has_connector_metadata(self) -> bool:
+        """Whether vLLM's attention layers have to call `save_kv_layer` in this step.
+
+        They ask this first, and call neither hook of a layer if not."""
+        half = self._worker_half
+        return half is not None and half.forward is not None
 
     def clear_connector_metadata(self) -> None:
         self._worker.clear()
-        self._reports.step_ends()
+        if not self._reports.by_metadata:
+            self._reports.step_ends()
         super().clear_connector_metadata()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        self._worker.start_loads()
+        if self._worker.loads_left:
+            self._worker.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a request whose load is under way is not in the batch."""
@@ -329,7 +366,8 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_bad_block_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        self._reports.asked()
+        if not self._reports.by_metadata:
+            self._reports.asked()
         report = self._worker.take_report()
         if not self._runner_ends_steps:
             self.clear_connector_metadata()

@@ -33,6 +33,10 @@ class LoadRoom:
             however long it is; None: it asks for those of all tokens.
         drafts: speculative tokens that vLLM may schedule with a request's next token.
         written_ahead: tokens after these for which it allocates blocks, too.
+
+    Attributes:
+        under_way: by the request of each load under way, the blocks that the request takes beyond
+            the loaded ones for its next tokens.
     """
 
     def __init__(
@@ -48,9 +52,9 @@ class LoadRoom:
         self._most_blocks = most_blocks
         self._drafts = drafts
         self._written_ahead = written_ahead
-        # By request, the blocks that it takes beyond the loaded ones: for its next tokens; and for
-        # its whole prompt, if the load fails and gives its blocks back.
-        self._after_load: dict[str, int] = {}
+        self.under_way: dict[str, int] = {}
+        # By request, the blocks that it takes for its whole prompt, if the load fails and gives its
+        # blocks back.
         self._after_failure: dict[str, int] = {}
         self._next: str | None = None  # the request that waits; no later one overtakes it
         # The last load that was admitted: its request, and the token at which it ends.
@@ -59,7 +63,7 @@ class LoadRoom:
     def admits(self, request: "Request", local: int, end: int) -> bool:
         """Whether the tokens of a request from `local` to `end` may be loaded now."""
         request_id = request.request_id
-        if self._after_load and not self._has_room(request, local, end):
+        if self.under_way and not self._has_room(request, local, end):
             return False
         self._next, self._admitted = None, (request_id, end)
         return True
@@ -74,7 +78,7 @@ class LoadRoom:
         after_load, after_failure = self._needs(request, end)
         # Where several loads fail, their requests are computed one after the other.
         if free < max(
-            sum(self._after_load.values()) + after_load,
+            sum(self.under_way.values()) + after_load,
             max(self._after_failure.values()),
             after_failure,
         ):
@@ -88,19 +92,18 @@ class LoadRoom:
         assert request.request_id == request_id, "vLLM allocates right after it has asked"
         self.ends(request_id)
         after_load, after_failure = self._needs(request, end)
-        self._after_load[request_id] = after_load
+        self.under_way[request_id] = after_load
         self._after_failure[request_id] = after_failure
 
     def scheduled(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """vLLM has scheduled requests, and from now on can preempt them."""
-        if self._after_load:
-            for request_id in [each for each in self._after_load if each in num_scheduled_tokens]:
-                self.ends(request_id)
+        for request_id in [each for each in self.under_way if each in num_scheduled_tokens]:
+            self.ends(request_id)
 
     def ends(self, request_id: str) -> None:
         """A request needs nothing, or nothing more: it was scheduled, computes its prompt here, or
         is over."""
-        self._after_load.pop(request_id, None)
+        self.under_way.pop(request_id, None)
         self._after_failure.pop(request_id, None)
         if self._next == request_id:
             self._next = None

@@ -74,11 +74,12 @@ class OmniStats(KVConnectorStats):
 
     def take(self) -> "OmniStats | None":
         """What was recorded since the last call; None where nothing was."""
-        if self.is_empty():
+        data = self.data
+        if not (data["counts"] or data["seconds"] or data["gauges"]):
             return None
-        if self.data["gauges"]:
-            self.data["taken"] = {"gauges": time.time()}
-        taken = OmniStats(data=self.data)
+        if data["gauges"]:
+            data["taken"] = {"gauges": time.time()}
+        taken = OmniStats(data=data)
         self.reset()
         return taken
 

@@ -70,11 +70,14 @@ class ReportPath:
     Attributes:
         known: whether a step has ended.
         by_stats: whether the runner does not ask for the report.
+        by_metadata: whether it has asked for the report of a step. Then it does so in each, and
+            nothing more is to be learnt.
     """
 
     def __init__(self) -> None:
         self.known = False
         self.by_stats = False
+        self.by_metadata = False
         self._asked = False
 
     def step_begins(self) -> None:
@@ -89,6 +92,7 @@ class ReportPath:
         """The runner has cleared the metadata of a step."""
         self.known = True
         self.by_stats = not self._asked
+        self.by_metadata = self._asked
 
     def add_report(self, stats: OmniStats | None, worker: "OmniWorker") -> OmniStats | None:
         """Add a worker's report to what it has counted."""

@@ -62,12 +62,16 @@ class JobOutcomes:
 
     def take_finished_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ended, and those of them that failed as a whole."""
+        if not self._finished_loads:
+            return set(), set()
         finished, self._finished_loads = self._finished_loads, set()
         failed, self._failed_loads = self._failed_loads, set()
         return finished, failed
 
     def take_bad_block_ids(self) -> set[int]:
         """Blocks that a load should have filled and did not."""
+        if not self._bad_block_ids:
+            return set()
         bad, self._bad_block_ids = self._bad_block_ids, set()
         return bad
 
@@ -80,9 +84,10 @@ class JobOutcomes:
             adapters: that vLLM has loaded since the last call.
             weights: what the rank has answered since then.
         """
-        self._report.adapters += adapters
-        self._report.weights += weights
-        if not (self._report.done or self._report.adapters or self._report.weights):
+        report = self._report
+        if not (report.done or adapters or weights):
             return None
-        report, self._report = self._report, OmniWorkerMetadata()
+        report.adapters += adapters
+        report.weights += weights
+        self._report = OmniWorkerMetadata()
         return report

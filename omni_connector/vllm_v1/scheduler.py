@@ -155,6 +155,8 @@ class OmniScheduler:
         self._directory = directory
         self._sender = sender
         self._waiting: Collection[str] = sender.waiting if sender is not None else ()
+        self._admitted: Collection[str] = sender.admitted if sender is not None else ()
+        self._incomplete = receiver.incomplete if receiver is not None else {}
         self._receiver = receiver
         self._shared = shared
         self._weight_files = weight_files
@@ -418,14 +420,15 @@ class OmniScheduler:
         """How many tokens beyond these can be loaded; see `KVConnectorBase_V1`."""
         if request.request_id in self._waiting:
             return _ASK_AGAIN  # vLLM asks in each step for each of them: nothing else is looked at
-        if self._uncache_incomplete():
+        if self._incomplete and self._uncache_incomplete():
             return _ASK_AGAIN  # vLLM may have found such a block for this request just now
         self._follow_weights()
         if not self._weights.known and self._waits_for_weights(request):
             return _ASK_AGAIN
-        if self._adapters.waits(request):
-            return _ASK_AGAIN
-        self._adapters.goes_on(request.request_id)
+        if self._adapters.used:
+            if self._adapters.waits(request):
+                return _ASK_AGAIN
+            self._adapters.goes_on(request.request_id)
         refusals = self._not_begun.pop(request.request_id, None) if self._not_begun else None
         if refusals is not None:
             self._begin(request, refusals)
@@ -509,14 +512,12 @@ class OmniScheduler:
         vLLM enters them when it turns to their request. It may look up the next request at once,
         without another call of ours (`Scheduler._ec_transfer_pending`).
         """
-        if self._receiver is None or not (incomplete := self._receiver.incomplete):
-            return False
         blocks = self._manager.block_pool.blocks
         found = False
-        for request_id, block_ids in list(incomplete.items()):
+        for request_id, block_ids in list(self._incomplete.items()):
             if any(blocks[each].block_hash is not None for each in block_ids):
                 self._manager.evict_blocks(block_ids)
-                del incomplete[request_id]
+                del self._incomplete[request_id]
                 found = True
         return found
 
@@ -536,11 +537,13 @@ class OmniScheduler:
             meta.weights_asked = self._weights.asked
         if self._void[0]:
             meta.void, self._void = self._void, ([], [])
-        if self._sender is not None:
-            self._sender.build(meta, scheduler_output, self._manager.get_blocks)
         scheduled = scheduler_output.num_scheduled_tokens
-        self._room.scheduled(scheduled)
-        self._uncache_incomplete()
+        if self._sender is not None and (self._waiting or self._admitted):
+            self._sender.build(meta, scheduler_output, self._manager.get_blocks)
+        if self._room.under_way:
+            self._room.scheduled(scheduled)
+        if self._incomplete:
+            self._uncache_incomplete()
         begun = 0  # tokens of prompts that begin with this step
         for request in scheduler_output.scheduled_new_reqs:
             tokens = len(request.prompt_token_ids or ())
@@ -552,7 +555,8 @@ class OmniScheduler:
             self._shared.build(meta)
             if known:  # else nobody may have what is computed
                 self._shared.saves.build(meta, scheduled, self._blocks_of)
-        meta.cancel = self._ledger.take_revoked()
+        if self._ledger.revoked:
+            meta.cancel = self._ledger.take_revoked()
         if self._trace.is_recording:
             self._trace.begin_each(scheduled, "prefill", after="queued")
             self._trace.begin_each(scheduled, "decode", after="scheduling")
@@ -560,7 +564,8 @@ class OmniScheduler:
 
     def update_output(self, output: "KVConnectorOutput") -> None:
         """Take the workers' reports."""
-        self._trace.begin_each(output.finished_recving or (), "scheduling", after="load")
+        if output.finished_recving and self._trace.is_recording:
+            self._trace.begin_each(output.finished_recving, "scheduling", after="load")
         if (counted := take_worker_stats(output)) is not None:
             self._report.workers(counted)
         report = output.kv_connector_worker_meta
@@ -612,7 +617,8 @@ class OmniScheduler:
         """vLLM has taken over what a step has computed; returns the KV events since the last."""
         if self._computing:
             self._computing.popleft()
-        self._adapters.step_ended()
+        if self._adapters.used:
+            self._adapters.step_ended()
         if self._receiver is not None:
             self._receiver.step_ended()
         if self._waiting and self._sender is not None:
@@ -718,8 +724,8 @@ class OmniScheduler:
 
     def take_stats(self) -> OmniStats | None:
         """What was counted; None when nothing changed, or if it is told in a later step."""
-        if self._serving.has_requests and not self._report.is_due:
-            return None
+        if self._serving.has_requests and self._clock() < self._report.next_at:
+            return None  # most often
         if self._shared is not None:
             self._shared.count_failures()
         return self._report.take()

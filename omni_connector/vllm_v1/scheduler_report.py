@@ -26,6 +26,10 @@ class SchedulerReport:
         status: takes the counts of both halves, closed with this.
         serving: role and phase, which gauges tell too.
         clock: seconds, monotonic.
+
+    Attributes:
+        next_at: seconds of the clock from which on vLLM is told what was counted, although another
+            step will follow.
     """
 
     def __init__(
@@ -47,12 +51,7 @@ class SchedulerReport:
         self._of_workers = OmniStats()
         self._prompts: dict[str, int] = {}  # tokens of each counted prompt, by request
         self._clock = clock
-        self._next_report = 0.0
-
-    @property
-    def is_due(self) -> bool:
-        """Whether to tell vLLM what was counted, although another step will follow."""
-        return self._clock() >= self._next_report
+        self.next_at = 0.0
 
     def workers(self, counted: OmniStats) -> None:
         """The workers have counted this."""
@@ -85,7 +84,7 @@ class SchedulerReport:
         if self._directory is not None:
             self._set_gauges(self._directory)
         self._set_service()
-        self._next_report = self._clock() + _REPORT_S
+        self.next_at = self._clock() + _REPORT_S
         taken = stats.take()
         if taken is not None:
             self._status.add(taken.data)

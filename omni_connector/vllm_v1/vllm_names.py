@@ -197,6 +197,7 @@ HOOKS: Final = (
 TABLE: Final[tuple[UsedName, ...]] = (
     *HOOKS,
     NoOtherDuties(HOOKS),
+    IfThere(Hook("has_connector_metadata")),
     IfThere(Hook("get_loaded_kv_cache_group_ids", ("request",))),
     IfThere(Hook("get_external_cache_hit_sources", ("request", "num_external_tokens"))),
     OneOf(

@@ -151,6 +151,10 @@ class OmniWorker:
         weights: reads the weights of this rank.
         adapters: which LoRA adapters vLLM has loaded; None where it loads none.
         drafts: whether a drafter has layers in the KV cache.
+
+    Attributes:
+        loads_left: whether loads of this step have not been started.
+        forward: the forward pass under way, if saves follow it layer by layer.
     """
 
     def __init__(
@@ -198,9 +202,9 @@ class OmniWorker:
         self._copy_threads = [self._threads.saves, self._threads.loads]
         self._caches: _RegisteredCaches | None = None
         self._metadata: OmniConnectorMetadata | None = None
-        self._loads_started = self._saves_started = True
-        # The forward pass under way, and the saves that follow it layer by layer.
-        self._forward: Forward | None = None
+        self.loads_left = self._saves_left = False
+        # The saves that follow the forward pass layer by layer.
+        self.forward: Forward | None = None
         self._following: dict[int, TransferSpec] = {}
         self._under_way: dict[int, TransferSpec] = {}
         self._last_started = NO_JOB_ID  # jobs have ascending numbers
@@ -360,29 +364,34 @@ class OmniWorker:
         self._metadata = metadata
         if metadata.weights_asked:
             self._weights.ask(metadata.weights_asked)
-        self._loads_started = self._saves_started = False
-        self._forward = Forward(self._repeated_layers) if metadata.saves else None
+        self.loads_left = bool(metadata.loads)
+        self._saves_left = bool(metadata.saves or metadata.void[0])
+        self.forward = None
+        if metadata.saves and SaveSpec in map(type, metadata.saves.values()):
+            self.forward = Forward(self._repeated_layers)
 
     def clear(self) -> None:
         """End of a step: whatever the runner did not start by itself starts now."""
-        self.start_loads()
-        self.start_saves()
+        if self.loads_left:
+            self.start_loads()
+        if self._saves_left:
+            self.start_saves()
         metadata, self._metadata = self._metadata, None
         if metadata is None:
             return
-        self._last_started = max([self._last_started, *metadata.loads, *metadata.saves])
+        if metadata.loads or metadata.saves:
+            self._last_started = max([self._last_started, *metadata.loads, *metadata.saves])
         if metadata.cancel:
             for thread in self._copy_threads:
                 thread.cancel(set(metadata.cancel))
 
     def start_loads(self) -> None:
         """Start the step's loads; returns at once. Once a step, before or after the forward."""
-        metadata = self._metadata
-        if metadata is None or self._loads_started:
+        if not self.loads_left:
             return
-        self._loads_started = True
-        if metadata.loads:
-            self._start(metadata.loads)
+        self.loads_left = False
+        assert self._metadata is not None
+        self._start(self._metadata.loads)
 
     def layer_computed(self, layer: str) -> None:
         """The forward pass has computed the KV of a layer; returns at once.
@@ -390,7 +399,7 @@ class OmniWorker:
         The first time in a step, its saves to slots start: never sooner, as blocks may be zeroed
         and copied before.
         """
-        forward = self._forward
+        forward = self.forward
         if forward is None or self._caches is None or self._metadata is None:
             return
         forward.computed(layer, self._caches.copier.fence())
@@ -399,20 +408,18 @@ class OmniWorker:
             return
         saves = self._metadata.saves.items()
         self._following = {job_id: spec for job_id, spec in saves if type(spec) is SaveSpec}
-        if self._following:
-            self._start_void(self._metadata)
-            self._start(self._following, forward)
-        else:
-            self._forward = None
+        self._start_void(self._metadata)
+        self._start(self._following, forward)
 
     def start_saves(self) -> None:
         """Start those of the step's saves that have not been; returns at once. Call it when the
         forward has been launched."""
-        metadata = self._metadata
-        if metadata is None or self._saves_started:
+        if not self._saves_left:
             return
-        self._saves_started = True
-        forward, self._forward = self._forward, None
+        self._saves_left = False
+        metadata = self._metadata
+        assert metadata is not None
+        forward, self.forward = self.forward, None
         following, self._following = self._following, {}
         if not following:
             self._start_void(metadata)
@@ -482,9 +489,10 @@ class OmniWorker:
         metadata = self._metadata
         if metadata and metadata.idle and not metadata.cancel and self._surroundings.lingers:
             self._threads.helpers.lend(lambda: none_ended(self._copy_threads))
-        for thread in self._copy_threads:
-            for outcome in thread.take_ended():
-                self._outcomes.add(self._under_way.pop(outcome.job_id), outcome)
+        if self._under_way:
+            for thread in self._copy_threads:
+                for outcome in thread.take_ended():
+                    self._outcomes.add(self._under_way.pop(outcome.job_id), outcome)
         if self._caches is not None and self._caches.store_jobs is not None:
             self._caches.store_jobs.count_events()
 

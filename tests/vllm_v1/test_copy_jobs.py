@@ -214,9 +214,10 @@ def test_blocks_before_the_first_bad_one_are_kept(engine, tokens, monkeypatch, f
     else:
         arena.begin_write(slot, int(handoff.generations[0][first_bad]) + 1)
     bad = set()
-    take = decode.worker_half.take_bad_block_ids
+    worker = decode.workers[0]
+    take = worker.get_block_ids_with_load_errors
     monkeypatch.setattr(
-        decode.worker_half, "take_bad_block_ids", lambda: bad.update(x := take()) or x
+        worker, "get_block_ids_with_load_errors", lambda: bad.update(x := take()) or x
     )
     computed = count_computed(decode)
     assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)

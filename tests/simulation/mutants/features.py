@@ -11,7 +11,7 @@ FEATURES: Final = (
         "requests whose KV was loaded hold all blocks, and none of them finds one to go on",
         (
             "omni_connector.vllm_v1.load_room",
-            "        if self._after_load and not self._has_room(request, local, end):",
+            "        if self.under_way and not self._has_room(request, local, end):",
             "        if False:",
         ),
     ),

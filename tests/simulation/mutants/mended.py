@@ -324,8 +324,8 @@ MENDED: Final = (
         "a block of a window whose first tokens were not loaded has a hash, and vLLM finds it",
         (
             "omni_connector.vllm_v1.scheduler",
-            "        if self._receiver is None or not (incomplete := self._receiver.incomplete):\n",
-            "        if True or not (incomplete := self._receiver.incomplete):\n",
+            "        for request_id, block_ids in list(self._incomplete.items()):\n",
+            "        for request_id, block_ids in list[Any]():\n",
         ),
     ),
     mutant(
@@ -342,7 +342,7 @@ MENDED: Final = (
         "the next request of the step in which vLLM hashed the block finds it",
         (
             "omni_connector.vllm_v1.scheduler",
-            "        if self._uncache_incomplete():\n",
+            "        if self._incomplete and self._uncache_incomplete():\n",
             "        if False:\n",
         ),
     ),

@@ -82,11 +82,9 @@ OWN: Final = (
         "saves before the forward pass",
         "saves start with the loads, which older runners start first",
         (
-            "omni_connector.vllm_v1.worker",
-            "        self._loads_started = True\n        if metadata.loads",
-            "        self._loads_started = True\n"
-            "        self.start_saves()\n"
-            "        if metadata.loads",
+            "omni_connector.vllm_v1.connector",
+            "        if self._worker.loads_left:\n",
+            "        self._worker.start_saves()\n        if self._worker.loads_left:\n",
         ),
     ),
     mutant(
@@ -250,10 +248,10 @@ OWN: Final = (
         "a revoked job gives its blocks back at once, and again at its end",
         (
             "omni_connector.copy.held_blocks",
-            "        self._revoked.update(job_id for job_id in job_ids if job_id in self._jobs)\n",
+            "        self.revoked.update(job_id for job_id in job_ids if job_id in self._jobs)\n",
             "        for each in [job_id for job_id in job_ids if job_id in "
             "self._jobs]:\n"
-            "            self._revoked.add(each)\n"
+            "            self.revoked.add(each)\n"
             "            self._pool.free_blocks([self._pool.blocks[i] for i in "
             "self._jobs[each].block_ids])\n",
         ),
