@@ -476,8 +476,9 @@ class SimulatedEngine(Actor):
 
     @property
     def idle(self) -> bool:
-        """Whether a pause is complete, as `EngineCore` sees it."""
-        return not (self.scheduler.has_requests() or self._scheduled or self._executed)
+        """Whether a pause is complete, as `EngineCore` sees it, which looks between two steps."""
+        in_a_step = self in self.world.acting or self._scheduled or self._executed
+        return not (self.scheduler.has_requests() or in_a_step)
 
     @property
     def stalled(self) -> bool:
