@@ -38,6 +38,7 @@ from omni_connector.arena.format import (
     state_of,
 )
 from omni_connector.arena.huge_pages import HugePages, pool
+from omni_connector.arena.memory_nodes import ARENA_NAME, MemoryNodes
 from omni_connector.arena.prefault import (
     Prefaulter,
     ReaderPrefaulter,
@@ -188,6 +189,7 @@ class Arena(_Mapping):
         huge_pages: HugePages = "auto",
         randbytes: Callable[[int], bytes] = os.urandom,
         populated: Callable[[NDArray[np.uint8]], object] = lambda slots: None,
+        node: int | None = None,
     ) -> Self:
         """Make an arena of `n_slots` slots of `slot_bytes` bytes, all of them free.
 
@@ -201,6 +203,7 @@ class Arena(_Mapping):
             randbytes: draws the epoch, which names this arena.
             populated: called on another thread with slots whose memory is allocated now:
                 consecutive ones, in order, each once.
+            node: the memory node that its pages are to lie on; None for where they are touched.
 
         Raises:
             ValueError: the geometry is out of range.
@@ -212,7 +215,7 @@ class Arena(_Mapping):
         epoch = randbytes(EPOCH_BYTES)
         reserved = huge_pages == "hugetlb"
         try:
-            fd = memfd("omni-connector-arena", MFD_HUGETLB if reserved else 0)
+            fd = memfd(ARENA_NAME, MFD_HUGETLB if reserved else 0)
         except OSError as error:
             if reserved:
                 raise _no_huge_pages(size, error) from error
@@ -221,10 +224,12 @@ class Arena(_Mapping):
             if reserved:
                 size = _whole_pages(fd, size)
             os.ftruncate(fd, size)
-            if overcommit_is_strict():
-                os.posix_fallocate(fd, 0, size)
             mapped = mmap.mmap(fd, size)
             advise(mapped, huge_pages)
+            if node is not None:
+                MemoryNodes().prefer(mapped, node)
+            if overcommit_is_strict():
+                os.posix_fallocate(fd, 0, size)
             superblock = geometry.superblock(epoch)
             mapped[: len(superblock)] = superblock
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
@@ -238,7 +243,7 @@ class Arena(_Mapping):
         arena = cls(fd, mapped, geometry, epoch)
         if prefault:
             progress = _PopulatedSlots(arena.slots, geometry.slots_at, populated)
-            arena._prefaulter = Prefaulter(fd, mapped, huge_pages, populated=progress)
+            arena._prefaulter = Prefaulter(fd, mapped, huge_pages, populated=progress, node=node)
         return arena
 
     @property

@@ -41,14 +41,25 @@ def near_cores(
         All of `cores` if the host has one node, hides its nodes, or has none of `cores` there.
     """
     near: set[int] = set()
-    try:
-        for path in nodes.glob("node[0-9]*/cpulist"):
-            node = _listed(path.read_text())
-            if node & pinned:
-                near |= node
-    except (OSError, ValueError):
-        return cores
+    for node in cores_of_nodes(nodes).values():
+        if node & pinned:
+            near |= node
     return cores & near or cores
+
+
+def cores_of_nodes(nodes: Path = _NODES) -> dict[int, frozenset[int]]:
+    """The cores of each memory node, by its number; none where the kernel hides them.
+
+    Args:
+        nodes: the kernel's folder of memory nodes.
+    """
+    try:
+        return {
+            int(path.parent.name.removeprefix("node")): _listed(path.read_text())
+            for path in sorted(nodes.glob("node[0-9]*/cpulist"))
+        }
+    except (OSError, ValueError):
+        return {}
 
 
 def copy_cores() -> frozenset[int]:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from omni_connector.arena import populate
 from omni_connector.arena.available import available_bytes
 from omni_connector.arena.huge_pages import HugePages, expected, explain, mapped_huge
+from omni_connector.arena.nodes import cores_of_nodes
 from omni_connector.config import memory_limit_bytes
 from omni_connector.runtime.turns import COPIES
 
@@ -143,6 +144,8 @@ class Prefaulter:
         available: returns the bytes of memory left; below `spared_bytes` prefaulting ends.
         populated: called on the thread after each window, with the end of the allocated bytes. An
             error that it raises ends prefaulting.
+        node: the memory node on whose cores the process runs, so that its pages lie there also
+            where the kernel lets nobody say so; None for any.
     """
 
     def __init__(
@@ -152,8 +155,11 @@ class Prefaulter:
         huge_pages: HugePages = "auto",
         available: Callable[[], int] = available_bytes,
         populated: Callable[[int], object] = lambda end: None,
+        node: int | None = None,
     ) -> None:
         self._fd = os.dup(fd)
+        near = _CORES if node is None else cores_of_nodes().get(node, frozenset())
+        self._cores = sorted(_CORES & near or _CORES)
         self._steps: _Steps | None = _Steps(mapped, MADV_POPULATE_WRITE)
         self._huge_pages = huge_pages
         self._available = available
@@ -209,7 +215,7 @@ class Prefaulter:
             if self._stopped.is_set():
                 raise OSError(errno.ECANCELED, "the arena is closed")
             advice = advice_of(self._huge_pages)
-            numbers = (os.getpid(), self._fd, flag, size, _WINDOW, advice, _IDLE, *sorted(_CORES))
+            numbers = (os.getpid(), self._fd, flag, size, _WINDOW, advice, _IDLE, *self._cores)
             arguments = [str(int(number)) for number in numbers]
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", populate.__file__, *arguments],

@@ -24,6 +24,7 @@ import msgspec
 from omni_connector.arena.arena import Arena, ArenaView
 from omni_connector.arena.huge_pages import explain, pool
 from omni_connector.arena.memory_claims import unclaimed_bytes
+from omni_connector.arena.memory_nodes import MemoryNodes
 from omni_connector.arena.size import (
     LARGEST_PART,
     ORDINARY_PART,
@@ -262,6 +263,22 @@ def _memory(config: OmniConfig) -> str:
     return f"arena of {wanted / _GIB:.1f} GiB of {limit / _GIB:.1f} GiB{remark}"
 
 
+def _memory_nodes() -> str:
+    nodes = MemoryNodes()
+    cores = nodes.cores()
+    if not cores:
+        return "the kernel does not tell; pages lie where they are touched first"
+    if len(cores) == 1:
+        text = f"one, number {next(iter(cores))}: nothing is to be placed"
+    else:
+        named = ", ".join(f"{node} with {len(cores[node])} cores" for node in sorted(cores))
+        text = f"{named}: copies and arena of a rank are on the node of its GPU or pinned cores"
+    for process, kib in nodes.of_arenas():
+        places = ", ".join(f"{kib[node] / 1024:.0f} MiB on node {node}" for node in sorted(kib))
+        text += f"; arena of process {process}: {places or 'no pages yet, or the kernel hides it'}"
+    return text
+
+
 def _huge_pages(config: OmniConfig) -> str:
     wanted = config.arena_bytes()
     if config.huge_pages == "hugetlb" and wanted is not None:
@@ -392,6 +409,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[], str]], ...]] = (
     ("plugin", _plugin),
     ("vllm-router", _router),
     ("shared memory", _shared_memory),
+    ("memory nodes", _memory_nodes),
 )
 """Name and function of each check of the environment."""
 

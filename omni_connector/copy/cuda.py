@@ -5,6 +5,7 @@ import contextlib
 import logging
 import threading
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,19 @@ from numpy.typing import NDArray
 from omni_connector.copy.stream import Stream
 
 logger = logging.getLogger("vllm.omni_connector.staging")
+
+
+def pci_address() -> str | None:
+    """The address on the PCI bus of this thread's CUDA device; None where it has not got one yet,
+    or torch does not tell."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    try:
+        domain, bus, number = device.pci_domain_id, device.pci_bus_id, device.pci_device_id
+    except AttributeError:
+        return None
+    return f"{domain:04x}:{bus:02x}:{number:02x}.0"
 
 
 class CudaStream(Stream):

@@ -70,12 +70,17 @@ class ArenaPlan:
     outlives: bool
 
     def open(
-        self, slot_bytes: int, groups: tuple[GroupShape, ...], copier: BlockCopier
+        self,
+        slot_bytes: int,
+        groups: tuple[GroupShape, ...],
+        copier: BlockCopier,
+        node: int | None = None,
     ) -> RankArena:
         """Open the arena of caches with these groups and slots of `slot_bytes`.
 
         Args:
             copier: pins the memory as it is populated; closed where this raises.
+            node: the memory node that it is to lie on; None for where it is touched.
 
         Raises:
             ConfigError: it would not hold a single slot.
@@ -100,6 +105,7 @@ class ArenaPlan:
                 huge_pages=self.sizing.huge_pages,
                 randbytes=self.context.randbytes,
                 populated=populated,
+                node=node,
             )
         except BaseException:
             if reservation is not None:

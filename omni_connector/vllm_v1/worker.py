@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
+from omni_connector.arena.memory_nodes import MemoryNodes
 from omni_connector.arena.nodes import near_cores, process_cores
 from omni_connector.config import OmniConfig
 from omni_connector.copy.copier import BlockCopier
+from omni_connector.copy.cuda import pci_address
 from omni_connector.copy.ended import ended_copies
 from omni_connector.copy.held_blocks import Ended
 from omni_connector.copy.jobs import LoadSpec, Saver, SaveSpec
@@ -78,10 +80,21 @@ _Bodies = dict[type[TransferSpec], tuple[CopyThread, Callable[[int, Any, object]
 
 
 class _Threads:
-    """The threads that copy, those that share in a copy, and the cores that they run on."""
+    """The threads that copy, those that share in a copy, and the cores that they run on.
+
+    Attributes:
+        node: the memory node of these cores; None where nothing is placed by nodes.
+    """
 
     def __init__(self, context: EngineContext) -> None:
-        self.cores = near_cores(_PROCESS_CORES, frozenset(os.sched_getaffinity(0)))
+        pinned = frozenset(os.sched_getaffinity(0))
+        nodes = MemoryNodes()
+        self.node = nodes.of_rank(pinned, pci_address())
+        if self.node is None:
+            self.cores = near_cores(_PROCESS_CORES, pinned)
+        else:
+            self.cores = _PROCESS_CORES & nodes.cores()[self.node] or _PROCESS_CORES
+            logger.info("Copies and the arena of this rank are on memory node %d", self.node)
         self.helpers = Helpers(self.cores)
         start, on_end = context.start, self.helpers.tell_lender
         self.loads = CopyThread("omni-load", self.cores, start, on_end, context.clock)
@@ -278,7 +291,8 @@ class OmniWorker:
         saver: Saver | None = None
         store_jobs: StoreJobs | None = None
         if self._arena_plan is not None:
-            arena = self._arena_plan.open(layout.slot_bytes, groups, copier)
+            node = self._threads.node
+            arena = self._arena_plan.open(layout.slot_bytes, groups, copier, node)
             saver = Saver(
                 arena=arena.arena,
                 copier=copier,

@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -404,3 +405,26 @@ def test_a_store_whose_disk_is_full_is_found(
     finding = _find("store")
     assert not finding.ok
     assert "takes no blocks, or loses them (ENOSPC" in finding.text
+
+
+def test_memory_nodes_are_told_with_the_arenas_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nodes:
+        def __init__(self, cores: dict[int, frozenset[int]]) -> None:
+            self._cores = cores
+
+        def cores(self) -> dict[int, frozenset[int]]:
+            return self._cores
+
+        def of_arenas(self) -> list[tuple[int, Counter[int]]]:
+            return [(7, Counter({1: 2048, 0: 1024})), (8, Counter())]
+
+    def told(*cores: int) -> str:
+        nodes = {number: frozenset(range(count)) for number, count in enumerate(cores)}
+        monkeypatch.setattr(module, "MemoryNodes", lambda: Nodes(nodes))
+        return _find("memory nodes").text
+
+    arenas = "process 7: 1 MiB on node 0, 2 MiB on node 1; arena of process 8: no pages yet"
+    assert "0 with 4 cores, 1 with 8 cores" in told(4, 8)
+    assert "nothing is to be placed" in told(4)
+    assert "does not tell" in told()
+    assert arenas in told(4, 8)
