@@ -8,13 +8,13 @@ An engine's blocks hold noise before something is loaded into them.
 import msgspec
 import pytest
 
+from omni_connector.copy.host import CpuCopier
 from omni_connector.copy.load_plans import LoadPlans
 from omni_connector.handoff import receiver
-from omni_connector.kv.convert import SlotConverter
 from omni_connector.vllm_v1.drafter import layers_of_drafter
 from tests import inspection
 from tests.simulation import check
-from tests.toy import BLOCK, FAMILIES, LAYERS, PAGE, UNDRAFTED
+from tests.toy import BLOCK, FAMILIES, LAYERS, UNDRAFTED
 
 from .harness import HANDOFF, assert_clean, hand_off, prompt, run, wait
 from .stores import PREFIX, QUESTION, landed
@@ -107,13 +107,7 @@ def test_pages_of_the_drafter_that_are_not_zeroed_are_noticed_by_these_tests(eng
 def test_the_drafters_pages_of_a_mixed_group_that_are_left_are_noticed_by_these_tests(
     engine, monkeypatch
 ):
-    copy = SlotConverter.copy
-
-    def copied(converter, source, source_block, target, *args, **options):
-        copy(converter, source, source_block, target, *args, **options)
-        target[LAYERS * PAGE : 2 * LAYERS * PAGE] = 0x5A
-
-    monkeypatch.setattr(SlotConverter, "copy", copied)
+    monkeypatch.setattr(CpuCopier, "zero", lambda *_, **__: None)
     prefill = engine("kv_producer", family="full")
     decode = engine("kv_consumer", family=IN_THE_MODELS, **MTP)
     found = found_by_drafter(decode)
