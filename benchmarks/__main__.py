@@ -34,6 +34,7 @@ BENCHMARKS = (
     "killed_engine",
     "timeline",
     "serving",
+    "serving_prefixes",
     "weight_files",
     "hostile_bytes",
 )

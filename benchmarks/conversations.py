@@ -241,11 +241,17 @@ def measure(
 
 
 @contextlib.contextmanager
-def configuration(name: str, folder: Path) -> Iterator[Mapping[str, Any] | None]:
-    """The `--kv-transfer-config` of the engines; what else they need runs meanwhile."""
-    each = HOST_GIB / 2
+def configuration(
+    name: str, folder: Path, gib: int = HOST_GIB
+) -> Iterator[Mapping[str, Any] | None]:
+    """The `--kv-transfer-config` of the engines; what else they need runs meanwhile.
+
+    Args:
+        gib: memory for what the KV caches do not hold, of two engines together.
+    """
+    each = gib / 2
     if name == LMCACHE:
-        with lmcache_server.server(folder, HOST_GIB) as config:
+        with lmcache_server.server(folder, gib) as config:
             yield config
         return
     ours = {

@@ -103,16 +103,18 @@ class Place:
     Args:
         family: of the model; see `make_model`.
         max_tokens: longest prompt with its answer.
+        given: folder of a model that is there already.
     """
 
     folder: Path
     family: str = "llama-wide"
     max_tokens: int = MAX_TOKENS
     kv_cache_bytes: int = KV_CACHE_BYTES
+    given: Path | None = None
     model: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        self.model = make_model(self.family, self.folder / "model")
+        self.model = self.given or make_model(self.family, self.folder / "model")
 
     def engine(self, name: str, config: Mapping[str, Any] | None, core: int) -> Engine:
         """An engine on a core of its own, not started."""
@@ -139,40 +141,74 @@ class Place:
         Raises:
             RuntimeError: the command failed, or some of the requests did.
         """
+        told = self.bench_serve(
+            port,
+            "random",
+            {
+                "--random-prefix-len": PREFIX_TOKENS,
+                "--random-input-len": DRAWN_TOKENS,
+                "--random-output-len": OUTPUT_TOKENS,
+                "--random-range-ratio": json.dumps({"input": SPREAD, "output": 0.0}),
+                "--num-prompts": requests,
+                "--max-concurrency": concurrent,
+                "--seed": seed,
+            },
+        )
+        return Load(told["request_throughput"], told["ttfts"])
+
+    def bench_serve(
+        self,
+        port: int,
+        dataset: str,
+        arguments: Mapping[str, Any],
+        variables: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """What `vllm bench serve` tells in detail of one run.
+
+        Args:
+            arguments: beside those that say what to ask; `--num-prompts` is one of them.
+            variables: of its environment.
+
+        Raises:
+            RuntimeError: the command failed, or some of the requests did.
+        """
         result = self.folder / "load.json"
         result.unlink(missing_ok=True)
-        arguments = {
+        all_arguments = {
             "--backend": "openai",
             "--port": port,
             "--model": MODEL_NAME,
             "--tokenizer": self.model,
-            "--dataset-name": "random",
-            "--random-prefix-len": PREFIX_TOKENS,
-            "--random-input-len": DRAWN_TOKENS,
-            "--random-output-len": OUTPUT_TOKENS,
-            "--random-range-ratio": json.dumps({"input": SPREAD, "output": 0.0}),
-            "--num-prompts": requests,
-            "--max-concurrency": concurrent,
-            "--seed": seed,
+            "--dataset-name": dataset,
             "--temperature": 0,
             # Else the first prompt is sent once more, before all others.
             "--ready-check-timeout-sec": 0,
             "--result-dir": self.folder,
             "--result-filename": result.name,
+            **arguments,
         }
         command = [sys.executable, "-c", BENCH_SERVE, "--save-result", "--save-detailed"]
-        command += ["--disable-tqdm", *(str(word) for pair in arguments.items() for word in pair)]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        command += [
+            "--disable-tqdm",
+            *(str(word) for pair in all_arguments.items() for word in pair),
+        ]
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            **(variables or {}),
+        }
         done = subprocess.run(
             command, env=environment, cwd=self.folder, capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise RuntimeError(f"vllm bench serve failed:\n{done.stdout}{done.stderr}")
-        told = json.loads(result.read_text())
+        told: dict[str, Any] = json.loads(result.read_text())
+        requests = arguments["--num-prompts"]
         if told["completed"] != requests:
             errors = sorted(filter(None, told["errors"]))
             raise RuntimeError(f"{requests - told['completed']} requests failed: {errors[:3]}")
-        return Load(told["request_throughput"], told["ttfts"])
+        return told
 
     @contextlib.contextmanager
     def logs_on_failure(self) -> Iterator[None]:

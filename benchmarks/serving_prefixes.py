@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm bench serve` with prompts that begin alike, on two engines whose KV caches hold few.
+
+Two loads of vLLM's own load generator:
+
+- `prefix_repetition`: some prefixes, each with many endings, in any order, some requests at a time;
+- `timed_trace`: a trace in Mooncake's format, whose requests come at their times. Without `--trace`
+  it is drawn by `traces.agents`: agents that call tools, each turn with all that was said before.
+
+Two engines behind a round-robin router without a connector, with OmniKVConnector as it is by
+default, and with LMCache's multi-process mode where lmcache is installed; and a prefill and a
+decode engine of OmniKVConnector.
+
+    python benchmarks/serving_prefixes.py [--quick] [--rounds N]
+
+writes results/serving_prefixes.md and results/serving_prefixes.png beside this file. On another
+machine, `--model`, `--host-gib` and the sizes of the loads can be larger. `--port` measures what
+serves there already, and prints its rows.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmcache_server
+import matplotlib as mpl
+import numpy as np
+import traces
+from conversations import LMCACHE, PD, SHARE, TOKEN_BYTES, RoundRobin, configuration, sources
+from serving import NONE, RESULTS, Place, cores, machine
+
+from omni_connector.cli.engines import running
+from omni_connector.testing.engines import Engine
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+FAMILY = "llama"
+REPETITION, TIMED = "prefix_repetition", "timed_trace"
+OUTPUT_TOKENS = 16
+CONCURRENT = 4
+# Tokens that a number of a drawn trace stands for; 512 in Mooncake's own traces.
+TRACE_BLOCK = 16
+MILLISECONDS = 0.001
+ROOM_TOKENS = 512  # of an engine, beside its longest prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """Prefixes with many endings.
+
+    Args:
+        prefixes: how many.
+        prefix, suffix: tokens of each, and of an ending.
+        requests: in all.
+    """
+
+    prefixes: int
+    prefix: int
+    suffix: int
+    requests: int
+
+    @property
+    def name(self) -> str:
+        return REPETITION
+
+    @property
+    def longest(self) -> int:
+        return self.prefix + self.suffix + OUTPUT_TOKENS
+
+    @property
+    def distinct(self) -> int:
+        """Tokens of all prefixes."""
+        return self.prefixes * self.prefix
+
+    def arguments(self) -> dict[str, Any]:
+        """Of `vllm bench serve`."""
+        return {
+            "--prefix-repetition-prefix-len": self.prefix,
+            "--prefix-repetition-suffix-len": self.suffix,
+            "--prefix-repetition-num-prefixes": self.prefixes,
+            "--prefix-repetition-output-len": OUTPUT_TOKENS,
+            "--max-concurrency": CONCURRENT,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{self.requests} requests, {CONCURRENT} at a time, of {self.prefixes} prefixes of "
+            f"{self.prefix:,} tokens, each with {self.suffix} tokens of its own"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A trace in Mooncake's format.
+
+    Args:
+        path: of the trace, a JSON object a line, with times in milliseconds.
+        block: tokens that one of its numbers stands for.
+        lines: of the trace, as many as are sent.
+    """
+
+    path: Path
+    block: int
+    lines: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def of_file(cls, path: Path, block: int, requests: int) -> "Timed":
+        lines = [json.loads(line) for line in path.read_text().splitlines()[:requests]]
+        return cls(path, block, lines)
+
+    @property
+    def name(self) -> str:
+        return TIMED
+
+    @property
+    def requests(self) -> int:
+        return len(self.lines)
+
+    @property
+    def longest(self) -> int:
+        return max(line["input_length"] + line["output_length"] for line in self.lines)
+
+    @property
+    def distinct(self) -> int:
+        """Tokens of all blocks, each counted once."""
+        return self.block * len({number for line in self.lines for number in line["hash_ids"]})
+
+    def arguments(self) -> dict[str, Any]:
+        """Of `vllm bench serve`."""
+        return {
+            "--dataset-path": self.path,
+            "--timed-trace-chunk-hash-size": self.block,
+            "--timed-trace-sec-multiplier": MILLISECONDS,
+        }
+
+    def __str__(self) -> str:
+        seconds = (self.lines[-1]["timestamp"] - self.lines[0]["timestamp"]) * MILLISECONDS
+        mean = statistics.mean(line["input_length"] for line in self.lines)
+        return (
+            f"{self.requests} requests in {seconds:.0f} s, prompts of {mean:,.0f} tokens in the "
+            f"mean and {self.longest:,} at most, {self.distinct:,} distinct tokens"
+        )
+
+
+Workload = Repetition | Timed
+
+
+def drawn_trace(path: Path, requests: int, rate: float, most: int) -> None:
+    """Write a trace of agents that call tools.
+
+    Args:
+        rate: requests a second, in the mean; the times between them are exponential.
+        most: blocks of a prompt; longer ones are cut off.
+    """
+    draw = np.random.default_rng(1)
+    prompts = traces.agents(seed=1, seconds=600.0)[:requests]
+    times = np.cumsum(draw.exponential(1e3 / rate, len(prompts)))
+    lines = [
+        {
+            "timestamp": int(at),
+            "input_length": TRACE_BLOCK * len(prompt[:most]),
+            "output_length": OUTPUT_TOKENS,
+            "hash_ids": prompt[:most],
+        }
+        for at, prompt in zip(times, prompts, strict=True)
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What one load told.
+
+    Args:
+        requests_per_s: of the whole load.
+        first_tokens: seconds to the first token, one a request.
+        gaps: seconds between two tokens of an answer.
+        tokens: of all prompts, by where their KV came from; see `conversations.sources`.
+        memory: bytes of the machine's memory that are in use more than before the engines started;
+            NaN where somebody else has started them.
+    """
+
+    requests_per_s: float
+    first_tokens: Sequence[float]
+    gaps: Sequence[float]
+    tokens: Mapping[str, float]
+    memory: float
+
+
+def memory_in_use() -> int:
+    """Bytes of the machine's memory that nobody else could have."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return (kib["MemTotal"] - kib["MemAvailable"]) << 10
+
+
+def serve(place: Place, port: int, workload: Workload, engines: Sequence[Engine]) -> Served:
+    """Send a load to a server.
+
+    Args:
+        engines: whose counters say where the prompts' KV came from; none of a server that somebody
+            else has started.
+    """
+    before = sources(engines)
+    told = place.bench_serve(
+        port,
+        workload.name,
+        # The prompts of a trace are drawn by Python's hashes of their blocks.
+        {**workload.arguments(), "--num-prompts": workload.requests, "--seed": 1},
+        {"PYTHONHASHSEED": "0"},
+    )
+    after = sources(engines)
+    return Served(
+        told["request_throughput"],
+        told["ttfts"],
+        [gap for gaps in told["itls"] for gap in gaps],
+        {source: after[source] - before[source] for source in after},
+        float(memory_in_use()),
+    )
+
+
+def measure(
+    place: Place, name: str, config: Mapping[str, Any] | None, workload: Workload
+) -> Served:
+    """One load of one configuration, whose caches are empty before."""
+    apart = name == PD
+    roles = ("kv_producer", "kv_consumer") if apart else ("kv_both", "kv_both")
+    pair = [
+        place.engine(f"{number}", None if config is None else {**config, "kv_role": role}, core)
+        for number, (role, core) in enumerate(zip(roles, cores(), strict=True))
+    ]
+    before = memory_in_use()
+    router = None if apart else RoundRobin
+    with running(pair[0], pair[1], place.folder, router_class=router) as deployment:
+        served = serve(place, deployment.router.port, workload, pair[:1] if apart else pair)
+    return Served(
+        served.requests_per_s,
+        served.first_tokens,
+        served.gaps,
+        served.tokens,
+        served.memory - before,
+    )
+
+
+Results = Mapping[str, Mapping[str, Sequence[Served]]]
+"""By load and configuration: the rounds."""
+
+
+def row(name: str, rounds: Sequence[Served], plain: Sequence[Served]) -> str:
+    """A line of the table; ratios are paired by round."""
+
+    def median(values: Iterator[float]) -> float:
+        return statistics.median(values)
+
+    first = [1e3 * seconds for each in rounds for seconds in each.first_tokens]
+    gaps = [1e3 * seconds for each in rounds for seconds in each.gaps]
+    pairs = list(zip(rounds, plain, strict=False))  # a run cut short lacks some
+    faster = median(each.requests_per_s / other.requests_per_s for each, other in pairs)
+    sooner = median(
+        statistics.median(each.first_tokens) / statistics.median(other.first_tokens)
+        for each, other in pairs
+    )
+
+    def part(source: str) -> float:
+        return 100 * median(each.tokens[source] / max(1.0, each.tokens["all"]) for each in rounds)
+
+    return (
+        f"| {name} | {median(each.requests_per_s for each in rounds):.2f} | {faster:.2f} "
+        f"| {np.percentile(first, 50):.0f} | {sooner:.2f} | {np.percentile(first, 99):.0f} "
+        f"| {np.percentile(gaps, 99):.0f} | {part('KV cache'):.1f} | {part('connector'):.1f} "
+        f"| {part('computed'):.1f} | {median(each.memory for each in rounds) / 2**20:,.0f} |"
+    )
+
+
+HEADER = (
+    "| configuration | requests/s | ratio | first token p50 | ratio | p99 | next token p99 "
+    "| cache % | connector % | computed % | memory, MiB |",
+    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+)
+
+
+def markdown(
+    results: Results, workloads: Sequence[Workload], about: str, cache: int, gib: int
+) -> str:
+    rounds = max(len(each) for by_name in results.values() for each in by_name.values())
+    lines = [
+        "# Prompts that begin alike",
+        "",
+        about,
+        "",
+        f"`vllm bench serve`; two engines of one core each behind a round-robin router, or a "
+        f"prefill and a decode engine. The KV cache of each holds {cache:,} tokens; a connector "
+        f"has {gib} GiB of memory for both. Medians of {rounds} rounds, in each of which a "
+        f"configuration runs alone and begins with nothing cached; answers of {OUTPUT_TOKENS} "
+        "tokens. *first token*, *next token*: milliseconds, over all requests; *ratio*: beside no "
+        "connector. *cache*, *connector*, *computed*: of the tokens of all prompts, those whose KV "
+        "was in the engine's own KV cache, came through the connector, and was computed; with P/D "
+        "at the prefill engine. *memory*: what the machine uses more than before the engines "
+        "started, at the end of the load.",
+    ]
+    for workload in workloads:
+        found = results.get(workload.name)
+        if found is None:
+            continue
+        lines += ["", f"## `{workload.name}`", "", f"{workload}.", "", *HEADER]
+        lines += [row(name, each, found[NONE]) for name, each in found.items()]
+    return "\n".join([*lines, ""])
+
+
+def plot(results: Results, path: Path) -> None:
+    """How many requests have their first token within a time, by load and configuration."""
+    figure, panels = plt.subplots(
+        1, len(results), figsize=(5.5 * len(results), 4.5), layout="constrained", squeeze=False
+    )
+    for axes, (load, by_name) in zip(panels[0], results.items(), strict=True):
+        for name, rounds in by_name.items():
+            times = np.sort([1e3 * seconds for each in rounds for seconds in each.first_tokens])
+            axes.plot(times, 100 * np.arange(1, len(times) + 1) / len(times), label=name)
+        axes.set(title=load, xlabel="time to first token (ms)", ylabel="requests (%)")
+        axes.set_xscale("log")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def compare(
+    place: Place, workloads: Sequence[Workload], names: Sequence[str], rounds: int, gib: int
+) -> Iterator[Results]:
+    """The results so far, after each load of each configuration; the order turns by round."""
+    found: dict[str, dict[str, list[Served]]] = {}
+    for number in range(rounds):
+        for workload in workloads:
+            by_name = found.setdefault(workload.name, {name: [] for name in names})
+            for name in reversed(names) if number % 2 else names:
+                with configuration(name, place.folder, gib) as config, place.logs_on_failure():
+                    by_name[name].append(measure(place, name, config, workload))
+                told = by_name[name][-1]
+                print(f"{workload.name}: {row(name, [told], [told])}", flush=True)
+                yield {
+                    load: {each: served for each, served in loads.items() if served}
+                    for load, loads in found.items()
+                    if loads[NONE]
+                }
+
+
+def main() -> int:
+    """Measure, and write the table and the plot."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="few short requests, only ours")
+    parser.add_argument("--model", type=Path, help="folder of a model; one is made otherwise")
+    parser.add_argument("--host-gib", type=int, default=1, help="for KV, of two engines together")
+    parser.add_argument(
+        "--cache-tokens", type=int, help="of each KV cache; a third of the prefixes"
+    )
+    parser.add_argument("--requests", type=int, default=96, help="of a load")
+    parser.add_argument("--prefixes", type=int, default=12)
+    parser.add_argument("--prefix-tokens", type=int, default=1536)
+    parser.add_argument("--suffix-tokens", type=int, default=128)
+    parser.add_argument("--trace", type=Path, help="in Mooncake's format; one is drawn otherwise")
+    parser.add_argument("--trace-block", type=int, default=512, help="tokens of a block of --trace")
+    parser.add_argument("--rate", type=float, default=2.0, help="requests a second that are drawn")
+    parser.add_argument("--port", type=int, help="of a server that runs already on this host")
+    parser.add_argument("--configuration", action="append", choices=(SHARE, PD, LMCACHE))
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    arguments = parser.parse_args()
+    quick, output = arguments.quick, arguments.output
+    requests = 12 if quick else arguments.requests
+    names = [NONE, *(arguments.configuration or (SHARE, PD))]
+    if not quick and not arguments.configuration and lmcache_server.installed():
+        names.append(LMCACHE)
+    # Asked to end, stop the engines on the way out.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    command = " ".join(["python benchmarks/serving_prefixes.py", *sys.argv[1:]])
+    about = machine(command, os.getloadavg()[0])
+    # Short, because the paths of Unix sockets are.
+    with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
+        trace, block = arguments.trace, arguments.trace_block
+        if trace is None:
+            trace, block = Path(folder, "trace.jsonl"), TRACE_BLOCK
+            drawn_trace(trace, requests, arguments.rate, arguments.prefix_tokens // block)
+        workloads = [
+            Repetition(
+                *(arguments.prefixes, arguments.prefix_tokens, arguments.suffix_tokens, requests)
+            ),
+            Timed.of_file(trace, block, requests),
+        ]
+        longest = max(each.longest for each in workloads) + ROOM_TOKENS
+        tokens = arguments.cache_tokens or max(workloads[0].distinct // 3, 2 * longest)
+        place = Place(Path(folder), FAMILY, longest, tokens * TOKEN_BYTES, arguments.model)
+        if arguments.port is not None:
+            print(*HEADER, sep="\n")
+            for workload in workloads:
+                told = serve(place, arguments.port, workload, ())
+                print(row(workload.name, [told], [told]), flush=True)
+            return 0
+        output.mkdir(parents=True, exist_ok=True)
+        # Written after each load, so that a run cut short leaves what it measured.
+        for results in compare(place, workloads, names, arguments.rounds, arguments.host_gib):
+            text = markdown(results, workloads, about, tokens, arguments.host_gib)
+            (output / "serving_prefixes.md").write_text(text)
+            plot(results, output / "serving_prefixes.png")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
