@@ -430,15 +430,15 @@ def looked_at(half: "OmniScheduler", request_id: str) -> list[int]:
     return prompt.sent if prompt is not None else [0] * len(shared._groups)
 
 
-def tail(half: "OmniScheduler", request: Any) -> bytes | None:
-    """Return the name of the tail that an engine may keep of a request that has ended, without
-    adapter; None if it keeps none."""
+def tail(half: "OmniScheduler", request: Any) -> list[bytes]:
+    """Return the names under which an engine may keep or store the tail of a request that has
+    ended, without adapter; none if it keeps none."""
     from omni_connector.prefix.hints import NO_HINTS
     from omni_connector.prefix.prompts import SharedPrompt
 
     shared = half._shared
     if shared is None or shared._tails is None:
-        return None
+        return []
     prompt = SharedPrompt(
         request=request,
         loads=False,
@@ -449,7 +449,10 @@ def tail(half: "OmniScheduler", request: Any) -> bytes | None:
         tenant=0,
         hints=NO_HINTS,
     )
-    return shared._tails.name(prompt, request.num_computed_tokens)
+    end = request.num_computed_tokens
+    name = shared._tails.name(prompt, end)
+    mark = shared._tails.mark(prompt, end)
+    return [] if name is None or mark is None else [name, mark]
 
 
 def now(half: "OmniScheduler") -> float:

@@ -31,6 +31,8 @@ class StoreSaveSpec(TransferSpec):
     Attributes:
         prefix: of the keys; see `key_prefix`.
         hashes: that name each of the `block_ids` in the store.
+        mark: group and name of an entry without content that is stored behind the blocks; see
+            `kv.tails.cell_marks`. None for none.
     """
 
     background: ClassVar[bool] = True
@@ -38,6 +40,7 @@ class StoreSaveSpec(TransferSpec):
 
     prefix: str
     hashes: list[bytes]
+    mark: tuple[int, bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

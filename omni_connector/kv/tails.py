@@ -12,6 +12,7 @@ compares the whole name.
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from math import isqrt
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ FINGERPRINT_BYTES: Final = 8
 
 _HASH_BYTES: Final = 16
 """Bytes of a name after the fingerprint. The header of a slot has room for so many."""
+
+_TOKEN_BYTES: Final = 8
 
 # Odd constants, and shifts, of a mixing of 64 bits.
 _TOKEN: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -79,7 +82,50 @@ def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def tail_name(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The name of the tail of these tokens, at least one; see `fingerprints`."""
+    (name,) = tail_names(parent, tokens, len(tokens))
+    return name
+
+
+def tail_names(parent: bytes, tokens: Sequence[int], first: int) -> list[bytes]:
+    """The names of the tails that these tokens begin with: of `first` tokens, at least one, of one
+    more, and so on to all of them."""
+    words = fingerprints(parent, tokens)
+    known = blake2b(digest_size=_HASH_BYTES, key=parent[:64], person=b"omni-tail-1")
     content = array("q", tokens).tobytes()
-    known = blake2b(content, digest_size=_HASH_BYTES, key=parent[:64], person=b"omni-tail-1")
-    fingerprint: bytes = fingerprints(parent, tokens)[-1].tobytes()
-    return fingerprint + known.digest()
+    names = []
+    begin = 0
+    for number in range(first, len(tokens) + 1):
+        known.update(content[begin * _TOKEN_BYTES : number * _TOKEN_BYTES])
+        begin = number
+        names.append(words[number - 1].tobytes() + known.digest())
+    return names
+
+
+def tokens_of_a_cell(block_size: int) -> int:
+    """Tokens of a cell, of blocks of this size. A store is asked for few keys then: for as many
+    marks as a block has cells, and for the tails that end in one cell."""
+    return isqrt(block_size)
+
+
+def cell_marks(parent: bytes, tokens: Sequence[int], cell: int) -> list[bytes]:
+    """The names of the marks of all cells that these tokens begin, the first one first.
+
+    A store finds nothing but whole names. So a block is divided into cells, and each tail in a
+    store has a mark beside it: an entry without content, whose name is made of the tokens before
+    the cell in which the tail ends. With cells of 4 tokens:
+
+        tokens        0 1 2 3 | 4 5 6 7 | 8 9
+        a tail of 6   ^ ^ ^ ^   ^ ^              is marked by the tokens 0 to 3
+
+    Args:
+        parent: as of `fingerprints`.
+        cell: tokens of a cell.
+    """
+    known = blake2b(
+        digest_size=FINGERPRINT_BYTES + _HASH_BYTES, key=parent[:64], person=b"omni-mark-1"
+    )
+    marks = []
+    for begin in range(0, len(tokens) + 1, cell):
+        marks.append(known.digest())
+        known.update(array("q", tokens[begin : begin + cell]).tobytes())
+    return marks

@@ -104,6 +104,11 @@ class Found:
         ]
         return Found(self.engines, groups)
 
+    def without(self, index: int) -> "Found":
+        """The same, with nobody who has the block of any group with this index."""
+        nobody = FoundBlocks(np.array([NOBODY]), np.zeros(1, np.int64), np.zeros(1, np.int64))
+        return self.with_blocks(index, [nobody] * len(self.groups))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:

@@ -3,7 +3,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.tails import Tail
 from omni_connector.runtime.bounded import ExpiringSet
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.turns import WOKEN
@@ -143,6 +144,11 @@ def windows_held(groups: Sequence[tuple[GroupShape, Held]], start: int, end: int
     return True
 
 
+TailSearch = Generator[list[BlockName], list[bool], Tail | None]
+"""A search for a tail in a store: yields names, is sent which of them the store holds, and returns
+the tail. A tail has the same name in each group."""
+
+
 @dataclass(slots=True, eq=False)
 class Lookup:
     """A look-up of one prompt.
@@ -151,13 +157,17 @@ class Lookup:
         prefix: of the keys.
         hashes: block hashes, one list for each group.
         deadline: until when its request waits for the answer, in seconds of the clock.
+        tails: given the answer, begins the search for a tail; None looks for none, or has begun.
         held: the answer, one entry for each group; None until it has come.
+        tail: with the answer, the tail that the store holds; None if there is none.
     """
 
     prefix: str
     hashes: list[list[bytes]]
     deadline: float
+    tails: Callable[[Sequence[Held]], TailSearch] | None = None
     held: list[Held] | None = field(default=None)
+    tail: Tail | None = None
 
 
 class StoreLookups:
@@ -214,15 +224,52 @@ class StoreLookups:
             lookup = self._queue.popleft()
         except IndexError:
             return None if self._closing else WOKEN
+        begin_search = lookup.tails
+        lookup.tails = None  # it has the prompt, which has the look-up
         if self._clock() >= lookup.deadline:
             return 0.0  # its request has gone on without an answer
         try:
             held = self._answer(lookup)
+            tail = None
+            if held is not None and begin_search is not None:
+                tail = self._tail(lookup, begin_search(held))
             if self._clock() < lookup.deadline:
+                lookup.tail = tail
                 lookup.held = held
         except Exception:  # the request goes on at its deadline; the next look-up may succeed
             logger.exception("A lookup in the shared store failed; please report it")
         return 0.0
+
+    def _tail(self, lookup: Lookup, search: TailSearch) -> Tail | None:
+        """The tail that a search finds; None if it finds none in time."""
+        try:
+            names = next(search)
+            while True:
+                there, late = self._holds(lookup, names)
+                if late:
+                    return None
+                names = search.send(there)
+        except StopIteration as found:
+            tail: Tail | None = found.value
+            return tail
+
+    def _holds(self, lookup: Lookup, names: Sequence[BlockName]) -> tuple[list[bool], bool]:
+        """Whether the store holds each of these blocks for all ranks; and whether its answer came
+        so late that blocks may be there which it does not name."""
+        keys = [
+            block_key(lookup.prefix, g, rank, name)
+            for g, name in names
+            for rank in self._owning_ranks[g]
+        ]
+        asked_at = self._clock()
+        timeout = _ANSWER_PART * max(0.0, lookup.deadline - asked_at)
+        answers = iter(self._store.exists(keys, timeout=timeout))
+        late = self._clock() >= asked_at + timeout
+        there = []
+        for name in names:
+            ranks = list(islice(answers, len(self._owning_ranks[name[0]])))
+            there.append(all(ranks) and name not in self._distrusted)
+        return there, late
 
     def _answer(self, lookup: Lookup) -> list[Held] | None:
         """The blocks that the store says it holds; None if it has not answered in time."""
@@ -233,18 +280,9 @@ class StoreLookups:
         step = max(1, _MAX_KEYS // max(1, sum(len(ranks) for ranks, of in pairs if of)))
         for first in range(0, total, step):
             asked = [(g, h) for g, of in enumerate(lookup.hashes) for h in of[first : first + step]]
-            keys = [
-                block_key(lookup.prefix, g, rank, block_hash)
-                for g, block_hash in asked
-                for rank in self._owning_ranks[g]
-            ]
-            asked_at = self._clock()
-            timeout = _ANSWER_PART * max(0.0, lookup.deadline - asked_at)
-            answers = iter(self._store.exists(keys, timeout=timeout))
-            late = self._clock() >= asked_at + timeout
-            for name in asked:
-                ranks = list(islice(answers, len(self._owning_ranks[name[0]])))
-                found[name[0]].append(all(ranks) and name not in self._distrusted)
+            there, late = self._holds(lookup, asked)
+            for (g, _), held in zip(asked, there, strict=True):
+                found[g].append(held)
             if any(w and not all(found[g][first:]) for g, w in enumerate(self._whole)):
                 break  # blocks after a missing one are of no use
         # The store's client answers a timeout by saying that no block is held. So a late answer in

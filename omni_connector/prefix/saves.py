@@ -66,6 +66,9 @@ _LATEST: Final = 16
 # saves of prompts that vLLM admits meanwhile are delayed.
 _LOADED: Final = 3
 
+_TAILS_KEPT: Final = "tails_kept"
+"""Counter of tails. One that goes to the arena and to the store counts once."""
+
 # More tokens than any request has: no block fills any more that is kept.
 _NEVER: Final = 1 << 62
 
@@ -314,10 +317,10 @@ class PrefixSaves:
                 were computed: they are not kept.
         """
         self._forget(prompt)
+        if blocks_of is not None and self._tails is not None:
+            self._keep_tail(prompt, self._tails, blocks_of)
         if self._host is None:
             return
-        if blocks_of is not None and self._tails is not None:
-            self._keep_tail(prompt, self._host, self._tails, blocks_of)
         request = prompt.request
         # The last token of an answer is not computed.
         end = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -337,10 +340,8 @@ class PrefixSaves:
         else:
             self._leave(prompt)
 
-    def _keep_tail(
-        self, prompt: SharedPrompt, host: HostBlocks, tails: Tails, blocks_of: BlocksOf
-    ) -> None:
-        """Keep the blocks in which a request ends.
+    def _keep_tail(self, prompt: SharedPrompt, tails: Tails, blocks_of: BlocksOf) -> None:
+        """Keep the blocks in which a request ends, and store them.
 
         They are held from now on, as vLLM frees them after this call. A step under way may still
         compute a token of the request. It ends before the copy begins, and vLLM counts the token as
@@ -362,20 +363,48 @@ class PrefixSaves:
         if name is None:
             return
         blocks = blocks_of(request.request_id)
-        filled: list[FilledBlocks] = []
-        for g, shape in enumerate(self._groups):
-            table, index = blocks[self._group_ids[g]], end // shape.block_size
+        index = end // self._unit
+        block_ids: list[int] = []
+        for whose in self._group_ids:
+            table = blocks[whose]
             if index >= len(table) or table[index].is_null:
                 return
-            block_id = table[index].block_id
-            # Of its hints none is followed: the next turn, which asks for the same, leaves another.
-            one = Candidate(g, name, block_id, TAILS, prompt.tenant)
-            filled.append(FilledBlocks.of([one]))
+            block_ids.append(table[index].block_id)
+        if self._host is not None:
+            self._keep_tail_here(prompt, self._host, name, block_ids)
+        if self._has_store and self.stores and (mark := tails.mark(prompt, end)) is not None:
+            spec = StoreSaveSpec(
+                blocks=BlockSpans.of([(index, [block_id]) for block_id in block_ids]),
+                prefix=prompt.key_prefix(self._prefix.current),
+                hashes=[name] * len(block_ids),
+                mark=(tails.states, mark),
+            )
+            self._store_tail(spec)
+
+    def _keep_tail_here(
+        self, prompt: SharedPrompt, host: HostBlocks, name: bytes, block_ids: list[int]
+    ) -> None:
         most = self._max_held - self.num_held
-        if host.room(most) < len(filled):
-            self._stats.count("blocks_dropped", len(filled))
+        if host.room(most) < len(block_ids):
+            self._stats.count("blocks_dropped", len(block_ids))
             return
-        self._keep(self.queued, host, filled, most, unsure=False, counted_as="tails_kept")
+        # Of its hints none is followed: the next turn, which asks for the same, leaves another.
+        filled = [
+            FilledBlocks.of([Candidate(g, name, block_id, TAILS, prompt.tenant)])
+            for g, block_id in enumerate(block_ids)
+        ]
+        self._keep(self.queued, host, filled, most, unsure=False, counted_as=_TAILS_KEPT)
+
+    def _store_tail(self, spec: StoreSaveSpec) -> None:
+        names = list(enumerate(spec.hashes))
+        if self._max_held - self.num_held < len(names):
+            self._stats.count("blocks_dropped", len(names))
+            return
+        if any(each in self._sent for each in names):
+            return
+        self._sent.add(names)
+        counted_as = _TAILS_KEPT if self._host is None else None
+        self._store(self.queued, spec, len(names), counted_as)
 
     def _leave(self, prompt: SharedPrompt) -> None:
         if self.waiting and prompt.hints.keeps_here:
@@ -601,17 +630,29 @@ class PrefixSaves:
             groups.append((first, block_ids))
         if not number:
             return
-        self.num_held += number
         spec = StoreSaveSpec(
             blocks=BlockSpans.of(groups),
             prefix=prompt.key_prefix(self._prefix.current),
             hashes=[name for _, names, _ in parts for name in names],
         )
+        self._store(meta.saves, spec, number)
+
+    def _store(
+        self,
+        saves: dict[int, TransferSpec],
+        spec: StoreSaveSpec,
+        number: int,
+        counted_as: str | None = None,
+    ) -> None:
+        """Start a job that stores so many blocks, and enter it into `saves`; see `_keep`."""
+        self.num_held += number
 
         def ended(failure: str | None) -> None:
             self.num_held -= number
+            if failure is None and counted_as is not None:
+                self._stats.count(counted_as)
 
-        meta.saves[self._ledger.start(spec.blocks, ended, soon=_COPY_S)] = spec
+        saves[self._ledger.start(spec.blocks, ended, soon=_COPY_S)] = spec
 
     def _stored(
         self,

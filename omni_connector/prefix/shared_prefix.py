@@ -18,15 +18,17 @@ Blocks are copied when they have filled, and held until the copy has ended (see 
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from omni_connector.copy.held_blocks import CopyWork, EngineRequest
 from omni_connector.errors import OmniError
+from omni_connector.kv.tails import Tail
 from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.explain import ExplainedEngine, Explainer
 from omni_connector.prefix.hints import NO_HINTS, HintRules, Hints
-from omni_connector.prefix.host_blocks import HostBlocks
+from omni_connector.prefix.host_blocks import Found, HostBlocks
 from omni_connector.prefix.key_prefix import KeyPrefix
 from omni_connector.prefix.loads import BlockTables, PrefixLoads
 from omni_connector.prefix.lookups import Lookup, StoreLookups
@@ -186,9 +188,17 @@ class SharedPrefix:
         prompt.hashes = [prompt.full_hashes(g, 0, None) for g in range(len(self._groups))]
         prompt.names = [prompt.names_of(g, 0, each) for g, each in enumerate(prompt.hashes)]
         prompt.lookup = None
-        if self._lookups is not None and not self._prefix.is_own and any(prompt.hashes):
+        if self._lookups is None or self._prefix.is_own:
+            return
+        tails = None
+        if self._tails is not None:
+            last = prompt.last_reachable(prompt.request.num_tokens, 1)
+            if self._tails.may_go_on(0, last):
+                tails = partial(self._tails.search, prompt, last)
+        if any(prompt.hashes) or tails is not None:
             deadline = self._clock() + self._lookup_timeout
-            prompt.lookup = Lookup(prompt.key_prefix(self._prefix.current), prompt.names, deadline)
+            prefix = prompt.key_prefix(self._prefix.current)
+            prompt.lookup = Lookup(prefix, prompt.names, deadline, tails)
             self._lookups.ask(prompt.lookup)
 
     def matched_tokens(self, request: EngineRequest, num_computed: int) -> int | None:
@@ -224,19 +234,32 @@ class SharedPrefix:
             reach = num_computed
         else:
             reach = prompt.reach(self._groups, self._unit, num_computed, last)
-        if asked is not None and reach < last:
+        if asked is not None and reach < last and now < asked.deadline:
+            prompt.waits = True
+            return None
+        in_arenas: tuple[Tail, Found] | None = None
+        may_go_on = reach < last
+        if self._tails is not None:
+            most = prompt.last_reachable(request.num_tokens, 1)
+            if prompt.found is not None:
+                in_arenas = self._tails.find(prompt, num_computed, reach, most)
+            may_go_on |= in_arenas is None and self._tails.may_go_on(reach, most)
+        if asked is not None and may_go_on:
             prompt.waits = now < asked.deadline
             if prompt.waits:
                 return None
             self._stats.fail("store_lookup_timeout")
             prompt.lookup, prompt.late = None, True
         prompt.tail = None
-        if self._tails is not None and prompt.found is not None:
-            most = prompt.last_reachable(request.num_tokens, 1)
-            found = self._tails.find(prompt, num_computed, reach, most)
-            if found is not None:
-                prompt.tail, prompt.found = found
-                reach = prompt.tail.end
+        if in_arenas is not None:
+            prompt.tail, prompt.found = in_arenas
+            reach = prompt.tail.end
+        stored = prompt.lookup.tail if prompt.lookup is not None else None
+        if stored is not None and stored.end > max(reach, num_computed):
+            prompt.tail = stored
+            reach = stored.end
+            if prompt.found is not None:
+                prompt.found = prompt.found.without(reach // self._unit)
         prompt.local = num_computed
         prompt.offered = max(0, reach - num_computed)
         prompt.missed = not prompt.offered and num_computed < last and bool(prompt.lookup)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.copy.copier import BlockCopier, BlockCopy
@@ -53,18 +54,22 @@ _DISCARD_S: Final = 0.5
 # is slower than the engine computes.
 _STAGING_WAIT_S: Final = 1.0
 
+_NO_BYTES: Final = xxhash.xxh3_64_intdigest(b"")
+"""Checksum of the content of a mark."""
+
 # Events that are counters. All others are failures.
 _COUNTERS: Final = frozenset({"blocks_stored", "blocks_dropped"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """A staging buffer whose rows are ready to be sent."""
+    """A staging buffer whose rows are ready to be sent, and how many of them are blocks."""
 
     staging: int
     keys: list[str]
     rows: NDArray[np.uint8]
     lengths: list[int]
+    num_blocks: int
 
 
 class StoreJobs:
@@ -143,11 +148,16 @@ class StoreJobs:
             for group, places in job.blocks.batches(self._limits)
             if self._owning_ranks[group] == self._rank
         )
+        marks: list[str] = []
+        if job.mark is not None:
+            group, name = job.mark
+            if self._owning_ranks[group] == self._rank:
+                marks.append(block_key(job.prefix, group, self._rank, name))
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
             give_up_at: float | None = None
             try:
-                while waiting and not cancelled():
+                while (waiting or marks) and not cancelled():
                     try:
                         staging = self._staging.get_nowait()
                     except queue.Empty:
@@ -158,8 +168,11 @@ class StoreJobs:
                             continue
                         break
                     give_up_at = None
-                    self._pack(staging, waiting[0], fence, cancelled)
-                    waiting.popleft()
+                    if waiting:
+                        self._pack(staging, waiting[0], fence, cancelled)
+                        waiting.popleft()
+                    else:  # readers that find the mark look for the blocks
+                        self._mark(staging, marks.pop())
                     yield True
             except Exception:  # the engine does not need the save
                 logger.exception("Copying KV blocks for the shared store failed")
@@ -184,13 +197,19 @@ class StoreJobs:
                     add_trailer(row, size, checksum, key)
                     for row, checksum, key in zip(rows, checksums.tolist(), keys, strict=True)
                 ]
-                staged = _Staged(staging, keys, rows, lengths)
+                staged = _Staged(staging, keys, rows, lengths, len(keys))
         finally:
             if staged is None:
                 self._staging.put(staging)
         if staged is not None:
             self._staged.append(staged)
             self._sender.wake()
+
+    def _mark(self, staging: int, key: str) -> None:
+        rows = self._outgoing[staging * self._rows :][:1]
+        length = add_trailer(rows[0], 0, _NO_BYTES, key)
+        self._staged.append(_Staged(staging, [key], rows, [length], 0))
+        self._sender.wake()
 
     def _send(self) -> float | None:
         try:
@@ -199,7 +218,7 @@ class StoreJobs:
             return None if self._closing else WOKEN
         try:
             stored = self._store.put(staged.keys, staged.rows, staged.lengths, timeout=_PUT_S)
-            if number := sum(stored):
+            if number := sum(stored[: staged.num_blocks]):
                 self._events.append(("blocks_stored", number))
             if not all(stored):
                 self._events.append(("store_put_failed", 1))

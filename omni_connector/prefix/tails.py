@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tails: the blocks in which requests end, kept in the arenas of the host beside full blocks.
+"""Tails: the blocks in which requests end, kept in arenas and stores beside full blocks.
 
-A model with recurrent states has large blocks (784 tokens and more), and a state in the arena only
-where a block ends. So the next turn of a conversation would compute up to a block of tokens again
+A model with recurrent states has large blocks (784 tokens and more), and a kept state only where a
+block ends. So the next turn of a conversation would compute up to a block of tokens again
 that the turn before has computed. When a request ends, its last block is full in part, and the
 state is that of its last computed token. Both are kept as a *tail*, under the name of its tokens
 (see `kv.tails`), and a prompt that begins with all tokens of that request goes on there:
@@ -12,6 +12,9 @@ state is that of its last computed token. Both are kept as a *tail*, under the n
                        loaded   loaded   loaded   computed
 
 A loaded tail is the request's own block: vLLM writes on in it, and names it when it is full.
+
+In arenas the indexes of the host are asked for tails of all lengths at once. A store is asked by
+whole keys, each of which costs something: see `kv.tails.cell_marks`.
 """
 
 from collections.abc import Sequence
@@ -20,9 +23,17 @@ from typing import Final
 import numpy as np
 
 from omni_connector.kv.shapes import leading_group
-from omni_connector.kv.tails import Tail, fingerprints, first_parent, tail_name
+from omni_connector.kv.tails import (
+    Tail,
+    cell_marks,
+    fingerprints,
+    first_parent,
+    tail_name,
+    tail_names,
+    tokens_of_a_cell,
+)
 from omni_connector.prefix.host_blocks import Found, FoundBlocks, HostBlocks
-from omni_connector.prefix.lookups import tail_blocks, windows_held
+from omni_connector.prefix.lookups import Held, TailSearch, reach, tail_blocks, windows_held
 from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
 
 _LEAST_PART: Final = 16
@@ -47,18 +58,19 @@ class Tails:
 
     Args:
         groups: for which `keeps_tails`.
-        host: the arenas of this host.
+        host: the arenas of this host; None finds none there.
     """
 
-    def __init__(self, groups: SharedGroups, host: HostBlocks) -> None:
+    def __init__(self, groups: SharedGroups, host: HostBlocks | None) -> None:
         self._shapes = groups.shapes
         self._host = host
         self._unit = groups.unit
         self._least = max(1, self._unit // _LEAST_PART)
+        self._cell = tokens_of_a_cell(self._unit)
         self._leading = leading_group(groups.shapes)
         # Each tail has one block here, and few blocks of other kinds are there to be looked up.
         types = [shape.attention_type for shape in groups.shapes]
-        self._states = types.index("last")
+        self.states: Final = types.index("last")
 
     def name(self, prompt: SharedPrompt, end: int) -> bytes | None:
         """The name of the tail of the first `end` tokens of a request; None if it is not kept, as
@@ -70,6 +82,25 @@ class Tails:
         return (
             None if parent is None else tail_name(parent, prompt.request.all_token_ids[begin:end])
         )
+
+    def mark(self, prompt: SharedPrompt, end: int) -> bytes | None:
+        """The name of the mark of a tail in a store; see `cell_marks`. For `end` see `name`."""
+        begin = end // self._unit * self._unit
+        parent = self._parent(prompt, begin // self._unit)
+        if parent is None:
+            return None
+        before = (end - begin) // self._cell * self._cell
+        tokens = prompt.request.all_token_ids[begin : begin + before]
+        return cell_marks(parent, tokens, self._cell)[-1]
+
+    def may_go_on(self, reach: int, last: int) -> bool:
+        """Whether a tail may end behind the tokens that can be loaded.
+
+        Args:
+            reach: number of these tokens.
+            last: the most tokens that a prefix may have.
+        """
+        return last >= max(reach + 1, reach // self._unit * self._unit + self._least)
 
     def find(
         self, prompt: SharedPrompt, start: int, reach: int, last: int
@@ -103,6 +134,41 @@ class Tails:
                     return tail, prompt.found.with_blocks(block, blocks)
         return None
 
+    def search(self, prompt: SharedPrompt, last: int, held: Sequence[Held]) -> TailSearch:
+        """Search a store for the longest prefix of a prompt that ends with a tail.
+
+        This runs on the thread of look-ups, and reads only tokens that stay as they are.
+
+        Args:
+            last: the most tokens that the prefix may have.
+            held: the full blocks that the store holds, of each group.
+        """
+        groups = list(zip(self._shapes, held, strict=True))
+        whole = reach(groups, self._unit, 0, last)
+        for block in tail_blocks(groups, self._unit, 0, whole, last):
+            begin = block * self._unit
+            end = min(begin + self._unit - 1, last, self._plain_until(prompt, begin))
+            parent = self._parent(prompt, block)
+            least = max(self._least, whole + 1 - begin)
+            if parent is None or end - begin < least:
+                continue
+            tokens = prompt.request.all_token_ids[begin:end]
+            marks = cell_marks(parent, tokens, self._cell)
+            marked = yield [(self.states, mark) for mark in marks]
+            for number in np.flatnonzero(marked)[: -_MOST_TRIED - 1 : -1].tolist():
+                first = max(least, number * self._cell)
+                names = tail_names(parent, tokens[: (number + 1) * self._cell - 1], first)
+                if not names:
+                    continue
+                there = yield [(self.states, name) for name in names]
+                for place in np.flatnonzero(there)[: -_MOST_TRIED - 1 : -1].tolist():
+                    tail = Tail(begin + first + place, names[place])
+                    others = range(len(self._shapes))
+                    parts = yield [(g, tail.name) for g in others if g != self.states]
+                    if all(parts) and windows_held(groups, 0, tail.end):
+                        return tail
+        return None
+
     def longest(
         self, found: Found, parent: bytes, tokens: Sequence[int], beyond: int = 0
     ) -> tuple[int, list[FoundBlocks]] | None:
@@ -121,7 +187,8 @@ class Tails:
         if len(tokens) < least:
             return None
         words = fingerprints(parent, tokens)
-        there = self._host.look(found, self._states, words[least - 1 :]).owners >= 0
+        assert self._host is not None
+        there = self._host.look(found, self.states, words[least - 1 :]).owners >= 0
         for place in np.flatnonzero(there)[: -_MOST_TRIED - 1 : -1].tolist():
             number = least + place
             word = words[number - 1 : number]

@@ -463,7 +463,7 @@ class _Assembly:
             lookups = StoreLookups(store, self._ours.stages, self._ours.ranks, self._context)
         host = self._host_blocks(prefix.in_arenas)
         tails = None
-        if host is not None and goes_on_within_blocks() and keeps_tails(groups):
+        if goes_on_within_blocks() and keeps_tails(groups):
             tails = Tails(groups, host)
         shared = SharedPrefix(
             host=host,

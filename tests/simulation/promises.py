@@ -170,8 +170,7 @@ class Promises:
         wish = self._wishes.given.get(request.request_id, NO_WISH)
         for _, keys in self._newly_filled(half, request):
             self._remember(request, wish, keys)
-        if (tail := inspection.tail(half, request)) is not None:
-            self._remember(request, wish, [tail])
+        self._remember(request, wish, inspection.tail(half, request))
         if hosts and wish.pin_s:
             for g, keys in _up_to(_filled(half, request), self._looked_at, half, request):
                 self._asked.update(inspection.tags_of_blocks(half, g, keys).tolist())

@@ -37,10 +37,8 @@ class Place:
             landed(*engines)
 
     def reach(self, computed):
-        """Tokens of a request that others find when it has ended, of those that were computed:
-        stores have full blocks alone."""
-        finds_tails = "share" in self._extra and goes_on_within_blocks()
-        return computed if finds_tails else computed // BLOCK * BLOCK
+        """Tokens of a request that others find when it has ended, of those that were computed."""
+        return computed if goes_on_within_blocks() else computed // BLOCK * BLOCK
 
     def loaded(self, engine):
         """Tokens that were not computed."""

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The next turn of a conversation goes on within the block in which the turn before ended."""
 
+import time
+from collections import Counter
+
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from omni_connector.prefix import tails
+from omni_connector.stores.shared_blocks import TRAILER_BYTES
 from omni_connector.vllm_v1.compat import goes_on_within_blocks
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from tests.toy import BLOCK
 
-from .harness import assert_clean, hand_off, prompt
+from .harness import assert_clean, hand_off, prompt, wait
 from .places import Place, ask, publish
-from .stores import QUESTION
+from .stores import MASTER, QUESTION, ShelfStore, landed
 
 pytestmark = [
     pytest.mark.vllm,
@@ -26,9 +30,11 @@ TURN = 2 * BLOCK + 5  # tokens of an answer
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-@pytest.fixture
-def place(engine):
-    return Place(engine, {"share": True}, "tokens_from_host")
+@pytest.fixture(params=["arena", "store"])
+def place(request, engine, shelf):
+    if request.param == "arena":
+        return Place(engine, {"share": True}, "tokens_from_host")
+    return Place(engine, MASTER, "tokens_shared")
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
@@ -114,21 +120,26 @@ def test_a_tail_is_taken_for_no_full_block_when_vllm_asks_with_more_in_its_cache
     publish(place, first, said)
     request = second.request([*said, *prompt(2 * BLOCK, seed=1)])
     second.scheduler.add_request(request)
-    asked = second.scheduler.connector.get_num_new_matched_tokens
-    assert asked(request, 0)[0] == len(said)
-    assert asked(request, BLOCK)[0] == len(said) - BLOCK
+    connector = second.scheduler.connector
+
+    def asked(computed):
+        """As vLLM asks, again and again while the store has not answered."""
+        wait(lambda: connector.get_num_new_matched_tokens(request, computed)[0] is not None)
+        return connector.get_num_new_matched_tokens(request, computed)[0]
+
+    assert asked(0) == len(said)
+    assert asked(BLOCK) == len(said) - BLOCK
     second.abort(request.request_id)
     assert_clean(first, second)
 
 
 def test_tails_of_other_tokens_are_noticed_by_these_tests(place, engine, monkeypatch):
-    def by_length(parent, tokens):
-        return real(parent, [0] * len(tokens))
+    def by_length(real):
+        return lambda parent, tokens, *rest: real(parent, [0] * len(tokens), *rest)
 
     family = "state and full"
-    real, of_each = tails.tail_name, tails.fingerprints
-    monkeypatch.setattr(tails, "tail_name", by_length)
-    monkeypatch.setattr(tails, "fingerprints", lambda p, tokens: of_each(p, [0] * len(tokens)))
+    for name in ("tail_name", "tail_names", "cell_marks", "fingerprints"):
+        monkeypatch.setattr(tails, name, by_length(getattr(tails, name)))
     first, second, alone = place(family=family), place(family=family), engine(family=family)
     said = QUESTION + publish(place, first, QUESTION, max_tokens=TURN)
     said[-2] = said[-2] % 400 + 3
@@ -264,6 +275,112 @@ def test_embeddings_leave_no_tail(place, engine):
         assert place.loaded(second) - before == (0 if each is other else 3 * BLOCK)
 
 
+# In stores
+
+
+def stored_groups(shelf):
+    """For each group how many blocks the store has, marks among them."""
+    return Counter(key.rsplit("/", 2)[1].split(".")[0] for key in shelf.entries)
+
+
+@pytest.fixture
+def in_store(engine, shelf):
+    return Place(engine, MASTER, "tokens_shared")
+
+
+@each_family
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_rank_stores_its_part_of_a_tail(in_store, engine, family, ranks):
+    options = {"family": family, "ranks": ranks}
+    first, second, alone = in_store(**options), in_store(**options), engine(**options)
+    said = QUESTION + publish(in_store, first, QUESTION, max_tokens=TURN)
+    assert ask(in_store, second, [*said, *NEW], alone) == len(said) - 1
+    assert not second.failures()
+    assert_clean(first, second)
+
+
+@pytest.mark.parametrize("lost", ["mark", "full", "state"])
+def test_of_a_tail_in_a_store_all_must_be_there(in_store, engine, shelf, lost):
+    family = "state and full"
+    first, second, alone = in_store(family=family), in_store(family=family), engine(family=family)
+    said = prompt(2 * BLOCK + 9)
+    before = publish(in_store, first, said[: 2 * BLOCK]) and set(shelf.entries)
+    publish(in_store, first, said)
+    new = [key for key in shelf.entries if key not in before]
+    marks = [key for key in new if len(shelf.entries[key]) == TRAILER_BYTES]
+    assert (len(marks), len(new)) == (1, 1 + len(stored_groups(shelf)))
+    of_state = marks[0].rsplit("/", 1)[0]
+    gone = {
+        "mark": marks,
+        "full": [key for key in new if not key.startswith(of_state)],
+        "state": [key for key in new if key.startswith(of_state) and key not in marks],
+    }[lost]
+    shelf.evict(lambda key: key in gone)
+    loaded = ask(in_store, second, [*said, *NEW], alone)
+    assert loaded < len(said)
+    assert loaded % BLOCK == 0
+    assert not second.failures()
+
+
+def test_wrong_bytes_of_a_tail_are_computed_anew(in_store, engine, shelf):
+    family = "state and full"
+    first, second, alone = in_store(family=family), in_store(family=family), engine(family=family)
+    said = prompt(9)
+    publish(in_store, first, said)
+    shelf.spoil(3)
+    assert ask(in_store, second, [*said, *NEW], alone) == 0
+    assert second.failures() == {"store_checksum_mismatch": 1}
+    # What was found wrong is not believed for a while.
+    assert ask(in_store, in_store(family=family), [*said, *NEW, 5], alone) == 0
+    assert_clean(first, second)
+
+
+@each_family
+def test_a_tail_in_a_store_follows_full_blocks_in_an_arena(engine, shelf, family):
+    """The arena has a full block of another prompt in the place of the tail."""
+    first, reference = engine("kv_both", extra=MASTER, family=family), engine(family=family)
+    second = engine("kv_both", extra={**MASTER, "share": True, "admission": "all"}, family=family)
+    said = prompt(4 * BLOCK + 7)
+    first.generate(said)
+    landed(first)
+    second.generate([*said, *prompt(3 * BLOCK, seed=1)])
+    landed(second)
+    assert_clean(first, second)
+    assert second.scheduler.kv_cache_manager.reset_prefix_cache()
+    before = second.count("tokens_from_tails")
+    question = [*said, *prompt(9, seed=2)]
+    assert second.generate(question, 6).tokens == reference.generate(question, 6).tokens
+    assert second.count("tokens_kept") > 0
+    assert second.count("tokens_from_tails") - before == 7
+    assert not second.failures()
+    assert_clean(first, second)
+
+
+def test_a_store_that_is_late_with_tails_has_its_full_blocks_used(engine, shelf, monkeypatch):
+    """It answers the first question in time, and no further one."""
+    family = "state and full"
+    extra = {"store": {**MASTER["store"], "lookup_timeout_s": 2.0}}
+    first, second = (engine("kv_both", extra=extra, family=family) for _ in range(2))
+    alone = engine(family=family)
+    said = QUESTION + first.generate(QUESTION, BLOCK).tokens
+    landed(first)
+    real, asked = ShelfStore.exists, []
+
+    def late(self, keys, *, timeout):
+        asked.append(keys)
+        if len(asked) == 1:
+            return real(self, keys, timeout=timeout)
+        time.sleep(timeout)
+        return [False] * len(keys)
+
+    monkeypatch.setattr(ShelfStore, "exists", late)
+    question = [*said, *NEW]
+    assert second.generate(question, 6).tokens == alone.generate(question, 6).tokens
+    assert second.count("tokens_shared") == (len(said) - 1) // BLOCK * BLOCK
+    assert len(asked) == 2
+    assert not second.failures()
+
+
 @pytest.mark.parametrize("diverges", [False, True])
 def test_a_connector_that_continues_diverged_hits_is_asked_once(
     place, engine, monkeypatch, diverges
@@ -284,5 +401,6 @@ def test_a_connector_that_continues_diverged_hits_is_asked_once(
     question = [*long[: 6 * BLOCK + 7], *NEW]
     assert second.generate(question, 6).tokens == alone.generate(question, 6).tokens
     # Of the blocks some are in its own arena, too.
-    loaded = second.count("tokens_kept") + second.count("tokens_from_host")
+    counters = ("tokens_kept", "tokens_from_host", "tokens_shared")
+    loaded = sum(map(second.count, counters))
     assert loaded == (0 if diverges else 3 * BLOCK + 1)

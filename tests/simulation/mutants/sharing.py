@@ -91,7 +91,7 @@ SHARING: Final = (
         (
             "omni_connector.kv.tails",
             '    content = array("q", tokens).tobytes()\n',
-            '    content = array("q", [len(tokens)]).tobytes()\n',
+            "    content = bytes(_TOKEN_BYTES * len(tokens))\n",
         ),
     ),
     mutant(
@@ -101,6 +101,15 @@ SHARING: Final = (
             "omni_connector.prefix.tails",
             "        return min([known, *(",
             "        return min([1 << 40, *(",
+        ),
+    ),
+    mutant(
+        "a tail in a store is all of a prompt",
+        "a prompt goes on behind its last token, whose state it then computes once more",
+        (
+            "omni_connector.prefix.shared_prefix",
+            "            last = prompt.last_reachable(prompt.request.num_tokens, 1)\n",
+            "            last = prompt.request.num_tokens\n",
         ),
     ),
     mutant(
