@@ -51,7 +51,7 @@ class PeriodicTasks:
         self.events: defaultdict[str, int] = defaultdict(int)
 
     def tick(self) -> None:
-        """Do what is due; called about twice a second, or once while the engine rests."""
+        """Do what is due; called about twice a second, or less often while the engine rests."""
         self._expire()
         # The sockets of a killed engine are dead only when all its processes are, and no engine
         # may have been connected to it.
@@ -63,7 +63,12 @@ class PeriodicTasks:
 
     def ended(self) -> bool:
         """Whether the control channel has ended. Each step calls this: it then ends the leases."""
-        if self.channel is None or self.channel.alive:
+        if self.channel is None:
+            return False
+        if self.channel.alive:
+            if self.rests:
+                self.rests = False
+                self.channel.stir()
             return False
         if self._clock() >= self._next_expiry:
             self._next_expiry = self._clock() + TICK_S

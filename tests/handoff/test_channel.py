@@ -202,8 +202,10 @@ def test_while_an_engine_rests_its_channel_wakes_less_often(
         if ticks == 2:
             again.set()
 
-    start_engine(on_tick=tick, rests=lambda: rests)
+    engine = start_engine(on_tick=tick, rests=lambda: rests)
     assert again.wait(2 * channel_module.TICK_S if rests else LONG) != rests
+    engine.channel.stir()
+    assert again.wait(LONG / 2)
 
 
 def test_two_engines_ask_each_other(start_engine: StartEngine) -> None:

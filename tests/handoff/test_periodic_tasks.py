@@ -23,6 +23,19 @@ def test_an_engine_rests_while_it_tells_nothing_new_and_hands_nothing_off(
     assert periodic_tasks.rests == (not told and not handoffs)
 
 
+def test_a_step_of_an_engine_that_rests_has_it_look_sooner_once(folder: Path) -> None:
+    stirred: list[None] = []
+    channel: Any = SimpleNamespace(alive=True, stir=lambda: stirred.append(None))
+    periodic_tasks = PeriodicTasks(folder, PROCESS_CONTEXT)
+    periodic_tasks.channel = channel
+    assert not periodic_tasks.ended()
+    assert not stirred
+    periodic_tasks.tick()
+    for _ in range(3):
+        assert not periodic_tasks.ended()
+    assert len(stirred) == 1
+
+
 def test_what_is_counted_while_nobody_looks_takes_no_more_room(folder: Path) -> None:
     periodic_tasks = PeriodicTasks(folder, PROCESS_CONTEXT)
     for _ in range(100_000):
