@@ -8,10 +8,11 @@ tokens that a request would load are derived as the engine derives them.
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from math import lcm
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -33,11 +34,13 @@ from omni_connector.prefix.explain import (
     AskHashes,
     AskPlaces,
     AskStored,
+    AskStoredTail,
     AskTail,
     Cause,
     Hashes,
     Places,
     Stored,
+    StoredTail,
     TailPlace,
     ThisEngine,
 )
@@ -49,6 +52,8 @@ _ANSWER_S: Final = 5.0
 _IN_ALL_S: Final = 60.0
 """Longest time for all answers of one engine about one prompt, in seconds."""
 
+_LATE: Final = f"the store did not answer within {STORE_S:g} s"
+
 _FIRST_POLL_S: Final = 0.001
 """Seconds before a store's answer is asked for again; a store on this host has it by then."""
 
@@ -59,7 +64,12 @@ OWN, ARENA, HOST, STORE, MISSING = "own", "arena", "host", "store", "missing"
 """Places of a block: the engine's own KV cache, the engine's arena, another engine's arena, the
 store, and none of these."""
 
+_Owners = list[str | None]
+"""For each group the socket of the engine whose arena has a block, "" for the own arena, None for
+the store."""
+
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)
+_StoreAnswer = TypeVar("_StoreAnswer", Stored, StoredTail)
 
 
 @dataclass(frozen=True)
@@ -274,33 +284,35 @@ class AskedEngine:
             known = there[len(found) : len(found) + len(part)]
             held: Sequence[bool] = [False] * len(part)
             if not all(known):
-                answer = self._held(AskStored(secrets.randbits(62), group, tuple(part)))
+                question = AskStored(secrets.randbits(62), group, tuple(part))
+                answer = self._ask_store(question, Stored)
                 if answer is None:
                     return None
-                held = answer
+                held = answer.held or ()
+                if len(held) != len(part):
+                    raise ProtocolError("the store's answer has another length")
             found += held
             if self._ends(group) and not all(map(max, held, known)):
                 break
         return _padded(found, len(hashes), False)
 
-    def _held(self, question: AskStored) -> Sequence[bool] | None:
+    def _ask_store(self, question: msgspec.Struct, kind: type[_StoreAnswer]) -> _StoreAnswer | None:
+        """Ask until the store has answered; None if it does not in time."""
         deadline = time.monotonic() + STORE_S + _ANSWER_S
         wait = _FIRST_POLL_S
         while time.monotonic() < deadline:
-            answer = self._ask_part(question, Stored)
+            answer = self._ask_part(question, kind)
             if answer.late:
                 return None
-            if answer.held is not None:
-                if len(answer.held) != len(question.hashes):
-                    raise ProtocolError("the store's answer has another length")
-                return answer.held
+            if answer.is_there:
+                return answer
             time.sleep(wait)
             wait = min(2 * wait, _POLL_S)
         return None
 
     def tail(
         self, after: bytes | None, tokens: Sequence[int], salt: str | None
-    ) -> tuple[int, list[str]]:
+    ) -> tuple[int, _Owners]:
         """Return the longest tail in the arenas with which a block begins.
 
         Args:
@@ -318,6 +330,22 @@ class AskedEngine:
         ):
             raise ProtocolError(f"a tail of {found.tokens} tokens in {len(found.engines)} groups")
         return found.tokens, list(found.engines)
+
+    def stored_tail(
+        self, after: bytes | None, tokens: Sequence[int], salt: str | None
+    ) -> int | None:
+        """Return the number of tokens of the longest tail in the store, 0 if there is none, with
+        which a block begins; None if the store does not answer in time. For the arguments see
+        `tail`."""
+        part = list(tokens[:MESSAGE_TOKENS])
+        question = AskStoredTail(secrets.randbits(62), after, part, salt)
+        found = self._ask_store(question, StoredTail)
+        if found is None:
+            return None
+        number = found.tokens or 0
+        if number > len(part):
+            raise ProtocolError(f"a tail of {number} tokens in {len(part)}")
+        return number
 
     def cause(self, block: int, key: bytes, beginning: Sequence[int], first: bytes) -> str:
         """Return the cause for which the engine misses a block.
@@ -378,7 +406,7 @@ def explained(
     if engine.stores and end < last:
         stored, late = _stored(asked, of_groups, there, start)
         if late:
-            remarks.append(f"the store did not answer within {STORE_S:g} s")
+            remarks.append(_LATE)
         either = [list(map(max, *pair)) for pair in zip(there, stored, strict=True)]
         end = _reach(shapes, either, unit, start, last)
     if engine.alone:
@@ -398,9 +426,13 @@ def explained(
         for (_, owners), held in zip(places, stored, strict=True)
     ]
     tail = None
-    if engine.tails and (found := _tail(asked, either, of_groups, tokens, salt, start, end)):
+    finds_tails = engine.tails or engine.stored_tails
+    found = None
+    if finds_tails:
+        found = _tail(asked, either, of_groups, tokens, salt, (start, end), remarks)
+    if found is not None:
         end, owners_of_tail = found
-        of_tail = [_label(False, owner, False, names) for owner in owners_of_tail]
+        of_tail = [_label(False, owner, owner is None, names) for owner in owners_of_tail]
         block = end // unit
         for of_group, label in zip(loads, of_tail, strict=True):
             of_group[block:] = [label]  # later blocks are not loaded
@@ -473,37 +505,55 @@ def _tail(
     hashes: list[list[bytes]],
     tokens: Sequence[int],
     salt: str | None,
-    start: int,
-    reach: int,
-) -> tuple[int, list[str]] | None:
+    ends: tuple[int, int],
+    remarks: list[str],
+) -> tuple[int, _Owners] | None:
     """Ask for the longest prefix that ends within a block; None if there is none.
 
     Args:
         held: for each block of each group, whether an arena or the store has it.
         hashes: block hashes, by group.
-        start: end of the prefix in vLLM's own cache, in tokens.
-        reach: end of the full blocks that a request would load.
+        ends: end of the prefix in vLLM's own cache, in tokens; and of the full blocks that a
+            request would load.
+        remarks: takes that the store is late.
 
     Returns:
         The end of the prefix; and for each group the socket of the engine whose arena has the
-        block in which it ends.
+        block in which it ends, None for the store.
     """
+    start, reach = ends
     shapes = asked.engine.groups
     groups = [(shape, Held.of(blocks)) for shape, blocks in zip(shapes, held, strict=True)]
     unit = shapes[0].block_size  # of all groups, where there are tails
     leading = leading_group(shapes)
     last = len(tokens) - 1
-    for block in tail_blocks(groups, unit, start, reach, last):
-        begin = block * unit
-        part = tokens[begin : min(begin + unit - 1, last)]
-        if not part:
-            continue
-        after = hashes[leading][block - 1] if block else None
-        number, owners = asked.tail(after, part, salt)
-        end = begin + number
-        if number and end > max(start, reach) and windows_held(groups, start, end):
-            return end, owners
-    return None
+    blocks = tail_blocks(groups, unit, start, reach, last)
+
+    def longest(ask: Callable[..., tuple[int, _Owners]]) -> tuple[int, _Owners] | None:
+        for block in blocks:
+            begin = block * unit
+            part = tokens[begin : min(begin + unit - 1, last)]
+            if not part:
+                continue
+            number, owners = ask(hashes[leading][block - 1] if block else None, part, salt)
+            end = begin + number
+            if number and end > max(start, reach) and windows_held(groups, start, end):
+                return end, owners
+        return None
+
+    def ask_store(*question: Any) -> tuple[int, _Owners]:
+        number = asked.stored_tail(*question)
+        if number is None and _LATE not in remarks:
+            remarks.append(_LATE)
+        return number or 0, [None] * len(shapes)
+
+    in_arenas = longest(asked.tail) if asked.engine.tails else None
+    # An engine that has found all full blocks, and a tail in the arenas, waits for no store.
+    if not asked.engine.stored_tails or (in_arenas and reach >= last // unit * unit):
+        return in_arenas
+    in_store = longest(ask_store)
+    found = [each for each in (in_arenas, in_store) if each is not None]
+    return max(found, key=itemgetter(0), default=None)
 
 
 def _named(engine: ThisEngine, shape: GroupShape, hashes: list[bytes]) -> list[bytes]:

@@ -61,6 +61,7 @@ _Tokens = Annotated[
     list[Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(min_length=1, max_length=MESSAGE_TOKENS)
 ]
 _Flags = Annotated[tuple[bool, ...], Meta(max_length=BLOCKS_AT_ONCE)]
+_Ticket = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Index = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
@@ -109,7 +110,7 @@ class AskStored(msgspec.Struct, frozen=True, tag="ask-stored"):
         group, hashes: as in `AskPlaces`.
     """
 
-    ticket: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    ticket: _Ticket
     group: _Index
     hashes: _Hashes
 
@@ -123,6 +124,21 @@ class AskTail(msgspec.Struct, frozen=True, tag="ask-tail"):
         salt: the request's `cache_salt`.
     """
 
+    after: _Hash | None
+    tokens: _Tokens
+    salt: Annotated[str, Meta(max_length=4096)] | None = None
+
+
+class AskStoredTail(msgspec.Struct, frozen=True, tag="ask-stored-tail"):
+    """Asks for the longest tail in the store with which a block begins; answered at once with
+    `StoredTail`.
+
+    Attributes:
+        ticket: as in `AskStored`.
+        after, tokens, salt: as in `AskTail`.
+    """
+
+    ticket: _Ticket
     after: _Hash | None
     tokens: _Tokens
     salt: Annotated[str, Meta(max_length=4096)] | None = None
@@ -167,6 +183,7 @@ class ThisEngine(msgspec.Struct, frozen=True, kw_only=True, tag="this-engine"):
         stores: whether it uses a store.
         alone: whether its weights are not known, now or at all, so that it shares with nobody.
         tails: whether it finds the ends of earlier requests within blocks, in the arenas.
+        stored_tails: whether it finds them in the store.
     """
 
     engine_id: _Text
@@ -180,6 +197,7 @@ class ThisEngine(msgspec.Struct, frozen=True, kw_only=True, tag="this-engine"):
     stores: bool
     alone: bool
     tails: bool = False
+    stored_tails: bool = False
 
     def __post_init__(self) -> None:
         if any(shape.block_size % self.hash_block_size for shape in self.groups if shape.is_cached):
@@ -224,7 +242,7 @@ class TailPlace(msgspec.Struct, frozen=True, tag="tail-place"):
             engine whose arena has its block; empty if there is no tail.
     """
 
-    tokens: Annotated[int, Meta(ge=0, lt=MESSAGE_TOKENS)]
+    tokens: Annotated[int, Meta(ge=0, le=MESSAGE_TOKENS)]
     engines: Annotated[tuple[_Text, ...], Meta(max_length=256)] = ()
 
 
@@ -238,6 +256,28 @@ class Stored(msgspec.Struct, frozen=True, tag="stored"):
     held: _Flags | None
     late: bool = False
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the store has answered."""
+        return self.held is not None
+
+
+class StoredTail(msgspec.Struct, frozen=True, tag="stored-tail"):
+    """How long the longest tail of `AskStoredTail` is.
+
+    Attributes:
+        tokens: of the tail; 0 if there is none, None while the store has not answered.
+        late: whether the time for an answer is over.
+    """
+
+    tokens: Annotated[int, Meta(ge=0, le=MESSAGE_TOKENS)] | None
+    late: bool = False
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the store has answered."""
+        return self.tokens is not None
+
 
 class Cause(msgspec.Struct, frozen=True, tag="cause"):
     """Why nobody has a block: one of the causes that `Misses` counts."""
@@ -246,10 +286,10 @@ class Cause(msgspec.Struct, frozen=True, tag="cause"):
 
 
 QUESTIONS: Final = msgspec.msgpack.Decoder(
-    AskEngine | AskHashes | AskPlaces | AskStored | AskTail | AskCause
+    AskEngine | AskHashes | AskPlaces | AskStored | AskTail | AskStoredTail | AskCause
 )
 ANSWERS: Final = msgspec.msgpack.Decoder(
-    ThisEngine | Hashes | Places | Stored | TailPlace | Cause | Refusal
+    ThisEngine | Hashes | Places | Stored | TailPlace | StoredTail | Cause | Refusal
 )
 
 
@@ -289,7 +329,7 @@ class Explainer:
         engine: the engine to explain.
         host: the arenas that it uses; None for none.
         lookups: asks its store; None for none.
-        tails: finds tails in the arenas; None for none.
+        tails: finds tails; None for none.
         misses: returns the causes of misses.
         prefix: returns the prefix of its keys.
         alone: returns whether it shares with nobody, as its weights are not known.
@@ -335,7 +375,7 @@ class Explainer:
 
     def answers(self) -> RankAnswers:
         """What answers each of `QUESTIONS`, for who gets them in another way than by the socket."""
-        asked = (AskEngine, AskHashes, AskPlaces, AskStored, AskTail, AskCause)
+        asked = (AskEngine, AskHashes, AskPlaces, AskStored, AskTail, AskStoredTail, AskCause)
         return dict.fromkeys(asked, self._answer)
 
     def answer(self, question: msgspec.Struct) -> tuple[msgspec.Struct, None]:
@@ -356,6 +396,8 @@ class Explainer:
                 return self._ask_store(question)
             case AskTail():
                 return self._find_tail(question)
+            case AskStoredTail():
+                return self._search_tail(question)
             case AskCause():
                 return Cause(self._misses.explained(**msgspec.structs.asdict(question)))
         return self._introduce()
@@ -384,7 +426,8 @@ class Explainer:
             shares=self._host is not None,
             stores=self._lookups is not None,
             alone=self._alone(),
-            tails=self._tails is not None,
+            tails=self._tails is not None and self._host is not None,
+            stored_tails=self._tails is not None and self._lookups is not None,
         )
 
     def _hash(self, question: AskHashes) -> Hashes:
@@ -414,10 +457,7 @@ class Explainer:
     def _find_tail(self, question: AskTail) -> TailPlace:
         if self._host is None or self._tails is None:
             raise ProtocolError("this engine finds no tails")
-        size = self._groups[0].block_size  # of all groups, where there are tails
-        if len(question.tokens) >= size:
-            raise ProtocolError(f"{len(question.tokens)} tokens within a block of {size}")
-        parent = question.after or first_parent(question.salt, "")
+        parent = self._parent(question)
         searched = self._host.find([[] for _ in self._groups])
         found = self._tails.longest(searched, parent, question.tokens)
         if found is None:
@@ -425,6 +465,27 @@ class Explainer:
         number, blocks = found
         owners = [searched.engines[int(of_group.owners[0])] for of_group in blocks]
         return TailPlace(number, tuple(each.name for each in owners))
+
+    def _parent(self, question: AskTail | AskStoredTail) -> bytes:
+        size = self._groups[0].block_size  # of all groups, where there are tails
+        if len(question.tokens) >= size:
+            raise ProtocolError(f"{len(question.tokens)} tokens within a block of {size}")
+        return question.after or first_parent(question.salt, "")
+
+    def _search_tail(self, question: AskStoredTail) -> StoredTail:
+        if self._lookups is None or self._tails is None:
+            raise ProtocolError("this engine finds no tails in a store")
+        tails, parent = self._tails, self._parent(question)
+        lookup = Lookup(
+            self._prefix(),
+            [[] for _ in self._groups],
+            self._clock() + STORE_S,
+            lambda held: tails.search_block(parent, question.tokens),
+        )
+        lookup = self._looked_up(question.ticket, lookup)
+        if lookup.held is not None:
+            return StoredTail(0 if lookup.tail is None else lookup.tail.end)
+        return StoredTail(None, late=self._clock() >= lookup.deadline)
 
     def _has(self, block_hash: bytes, groups: list[int]) -> bool:
         try:
@@ -436,20 +497,27 @@ class Explainer:
         hashes = self._of_group(question)
         if self._lookups is None:
             raise ProtocolError("this engine has no store")
-        lookup = self._tickets.pop(question.ticket, None)
-        if lookup is None:
-            lookup = Lookup(self._prefix(), hashes, self._clock() + STORE_S)
-            self._lookups.ask(lookup)
+        lookup = Lookup(self._prefix(), hashes, self._clock() + STORE_S)
+        lookup = self._looked_up(question.ticket, lookup)
         if lookup.held is not None:
             held = lookup.held[question.group].blocks[: len(question.hashes)]
             return Stored((*held, *[False] * (len(question.hashes) - len(held))))
-        if self._clock() >= lookup.deadline:
-            return Stored(None, late=True)
-        self._tickets[question.ticket] = lookup
-        if len(self._tickets) > _MAX_TICKETS:
-            _, given_up = self._tickets.popitem(last=False)
-            given_up.deadline = self._clock()  # so that the store is not asked any more
-        return Stored(None)
+        return Stored(None, late=self._clock() >= lookup.deadline)
+
+    def _looked_up(self, ticket: int, new: Lookup) -> Lookup:
+        """The look-up of a ticket, kept until it has an answer or is late; `new`, which begins, if
+        there is none."""
+        assert self._lookups is not None
+        lookup = self._tickets.pop(ticket, None)
+        if lookup is None:
+            lookup = new
+            self._lookups.ask(lookup)
+        if lookup.held is None and self._clock() < lookup.deadline:
+            self._tickets[ticket] = lookup
+            if len(self._tickets) > _MAX_TICKETS:
+                _, given_up = self._tickets.popitem(last=False)
+                given_up.deadline = self._clock()  # so that the store is not asked any more
+        return lookup
 
 
 def _encodable(text: str) -> str:

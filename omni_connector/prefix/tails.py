@@ -153,20 +153,28 @@ class Tails:
             if parent is None or end - begin < least:
                 continue
             tokens = prompt.request.all_token_ids[begin:end]
-            marks = cell_marks(parent, tokens, self._cell)
-            marked = yield [(self.states, mark) for mark in marks]
-            for number in np.flatnonzero(marked)[: -_MOST_TRIED - 1 : -1].tolist():
-                first = max(least, number * self._cell)
-                names = tail_names(parent, tokens[: (number + 1) * self._cell - 1], first)
-                if not names:
-                    continue
-                there = yield [(self.states, name) for name in names]
-                for place in np.flatnonzero(there)[: -_MOST_TRIED - 1 : -1].tolist():
-                    tail = Tail(begin + first + place, names[place])
-                    others = range(len(self._shapes))
-                    parts = yield [(g, tail.name) for g in others if g != self.states]
-                    if all(parts) and windows_held(groups, 0, tail.end):
-                        return tail
+            found = yield from self.search_block(parent, tokens, whole - begin)
+            if found is not None and windows_held(groups, 0, begin + found.end):
+                return Tail(begin + found.end, found.name)
+        return None
+
+    def search_block(self, parent: bytes, tokens: Sequence[int], beyond: int = 0) -> TailSearch:
+        """Search a store for the longest tail with which a block begins; its end is counted from
+        the beginning of the block. For the arguments see `longest`."""
+        least = max(self._least, beyond + 1)
+        marks = cell_marks(parent, tokens, self._cell)
+        marked = yield [(self.states, mark) for mark in marks]
+        for number in np.flatnonzero(marked)[: -_MOST_TRIED - 1 : -1].tolist():
+            first = max(least, number * self._cell)
+            names = tail_names(parent, tokens[: (number + 1) * self._cell - 1], first)
+            if not names:
+                continue
+            there = yield [(self.states, name) for name in names]
+            for place in np.flatnonzero(there)[: -_MOST_TRIED - 1 : -1].tolist():
+                others = range(len(self._shapes))
+                parts = yield [(g, names[place]) for g in others if g != self.states]
+                if all(parts):
+                    return Tail(first + place, names[place])
         return None
 
     def longest(

@@ -24,9 +24,11 @@ from omni_connector.prefix.explain import (
     AskHashes,
     AskPlaces,
     AskStored,
+    AskStoredTail,
     AskTail,
     ExplainedEngine,
     Explainer,
+    StoredTail,
     TailPlace,
 )
 from omni_connector.prefix.lookups import StoreLookups
@@ -107,8 +109,11 @@ def _distorted(corpus: Sequence[bytes], rng: random.Random) -> bytes:
 def questions() -> Iterator[Parser]:
     """What an engine is asked."""
     with explainer() as engine:
-        tail = AskTail(b"x" * 32, _TOKENS[:9], "salt")
-        corpus = [msgspec.msgpack.encode(each) for each in (*_honest(), tail)]
+        of_tails = [
+            AskTail(b"x" * 32, _TOKENS[:9], "salt"),
+            AskStoredTail(7, b"x" * 32, _TOKENS[:9], "salt"),
+        ]
+        corpus = [msgspec.msgpack.encode(each) for each in (*_honest(), *of_tails)]
 
         def parse(packet: bytes) -> bool:
             answer, descriptor = engine.answer(QUESTIONS.decode(packet))
@@ -131,6 +136,7 @@ def answers() -> Iterator[Parser]:
     with explainer() as engine:
         told = [engine.answer(each)[0] for each in _honest()]
         told += [TailPlace(0), TailPlace(7, ("", "i-0123456789abcdef"))]
+        told += [StoredTail(None), StoredTail(7)]
         corpus = [msgspec.msgpack.encode(each) for each in told]
 
         def parse(packet: bytes) -> bool:

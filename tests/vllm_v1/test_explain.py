@@ -9,7 +9,7 @@ from omni_connector.cli import explained as module
 from omni_connector.cli.explain import Asking, ask
 from omni_connector.cli.explained import FoundTail
 from omni_connector.cli.main import main
-from omni_connector.prefix.explain import AskPlaces, AskStored, AskTail
+from omni_connector.prefix.explain import AskPlaces, AskStored, AskStoredTail, AskTail
 from omni_connector.vllm_v1.compat import goes_on_within_blocks
 from tests import inspection
 from tests.toy import BLOCK
@@ -127,6 +127,50 @@ def test_a_prompt_whose_attention_blocks_reach_beyond_all_states(sharer, family)
     found = agree(second, [*long[: 6 * BLOCK + 7], 7, 8, 9])
     assert found.tail.end_token == 4 * BLOCK + 5
     assert found.missing.first_token == 4 * BLOCK + 5
+
+
+@tails
+@pytest.mark.parametrize("family", STATES)
+@pytest.mark.parametrize("length", [9, 3 * BLOCK + 5])
+def test_a_prompt_that_goes_on_within_a_block_in_a_store(engine, shelf, family, length):
+    first, second = (engine("kv_both", extra=MASTER, family=family) for _ in range(2))
+    said = prompt(length)
+    first.generate(said)
+    landed(first)
+    begin = length // BLOCK * BLOCK
+    found = agree(second, [*said, *prompt(2 * BLOCK, seed=1)])
+    assert found.tail == FoundTail(length // BLOCK, begin, length, "store")
+    assert found.sources["store"] == length
+    assert agree(second, [*said[:-1], 7, *prompt(2 * BLOCK, seed=2)]).tail is None
+
+
+@tails
+def test_a_tail_in_a_store_behind_blocks_in_arenas(sharer, engine, shelf):  # noqa: F811
+    family = "state and full"
+    first = engine("kv_both", extra=MASTER, family=family)
+    said = prompt(3 * BLOCK + 5)
+    second, third = (sharer(extra=MASTER, family=family) for _ in range(2))
+    publish(second, said[: 3 * BLOCK])
+    first.generate(said)
+    for each in (first, second):
+        landed(each)
+    found = agree(third, [*said, 7, 8])
+    assert found.sources["host"] + found.sources["store"] == len(said)
+    assert found.sources["host"] > 0
+    assert found.tail.source == "store"
+
+
+@tails
+def test_a_store_that_is_late_with_tails(engine, shelf, monkeypatch):
+    monkeypatch.setattr("omni_connector.prefix.explain.STORE_S", 0.1)
+    alone = engine("kv_both", extra=MASTER, family="state and full")
+    shelf.stalled = True
+    try:
+        found = explanation(alone, prompt(3 * BLOCK + 5))
+    finally:
+        shelf.stalled = False
+    assert found.tail is None
+    assert sum("did not answer" in each for each in found.remarks) == 1
 
 
 @tails
@@ -283,7 +327,12 @@ def test_long_prompts_are_asked_for_in_parts(sharer, monkeypatch):  # noqa: F811
 def test_hostile_questions_are_refused_and_the_next_is_answered(sharer):  # noqa: F811
     engine = sharer()
     explainer = inspection.explainer(engine.half)
-    for question in (AskPlaces(9, (b"x" * 32,)), AskStored(1, 0, ()), AskTail(None, [1])):
+    for question in (
+        AskPlaces(9, (b"x" * 32,)),
+        AskStored(1, 0, ()),
+        AskTail(None, [1]),
+        AskStoredTail(1, None, [1]),
+    ):
         with pytest.raises(module.ProtocolError):
             explainer.answer(question)
     assert explanation(engine, PREFIX).missing.cause == "never_seen"

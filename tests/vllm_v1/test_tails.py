@@ -30,11 +30,15 @@ TURN = 2 * BLOCK + 5  # tokens of an answer
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-@pytest.fixture(params=["arena", "store"])
-def place(request, engine, shelf):
+@pytest.fixture(params=["arena", "store", "folder"])
+def place(request, engine, tmp_path):
     if request.param == "arena":
         return Place(engine, {"share": True}, "tokens_from_host")
-    return Place(engine, MASTER, "tokens_shared")
+    if request.param == "store":
+        request.getfixturevalue("shelf")
+        return Place(engine, MASTER, "tokens_shared")
+    store = {"path": str(tmp_path / "kv"), "gib": 1, "lookup_timeout_s": 30}
+    return Place(engine, {"store": store}, "tokens_shared")
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
