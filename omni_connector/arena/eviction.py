@@ -91,6 +91,7 @@ class EvictionOrder:
     Attributes:
         pinned: which slots are pinned, in the order or not; (slots,) bool.
         num_pinned: slots in the order that are pinned.
+        remembers: whether any content was evicted, or passed over, since the start.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -111,7 +112,7 @@ class EvictionOrder:
         # of the hash, and in the lower half the number of evictions at the time. A later eviction
         # overwrites an earlier one.
         self._past: Ints = np.zeros(2 * num_slots, np.int64)
-        self._remembers = False  # whether any content is in it
+        self.remembers = False
         # By depth, how many blocks were new, and how many of these were used again; and the depth
         # at which the content of each slot, and of each entry of `_past`, was new.
         self._new = np.zeros(DEPTHS)
@@ -187,7 +188,7 @@ class EvictionOrder:
         """
         self._hash[slot_ids] = hashes
         depths = _depths(hashes, prompts)
-        if self._remembers:
+        if self.remembers:
             lately = self.evicted_lately(hashes)
             known = _known(lately, prompts)
             self._again[slot_ids] |= known
@@ -334,7 +335,7 @@ class EvictionOrder:
         return slot_ids
 
     def _remember(self, hashes: Ints, depths: Depths) -> None:
-        self._remembers = True
+        self.remembers = True
         places = hashes % len(self._past)
         self._past[places] = (hashes & ~_LOWER_HALF) | (self._evicted & _LOWER_HALF)
         self._past_depth[places] = depths

@@ -510,6 +510,8 @@ class SlotPool:
 
     def evicted_lately(self, group: int, key: SlotKey) -> bool:
         """Whether this block was among the last `num_slots` evicted ones, as far as remembered."""
+        if not self._order.remembers:
+            return False
         return bool(self._order.evicted_lately(_content_hashes(group, [key]))[0])
 
     def lacks(self, slot_ids: Ints) -> Bools:

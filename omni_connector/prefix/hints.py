@@ -270,10 +270,15 @@ def tenant_of(cache_salt: str | None, tenants: Collection[str] = (ANY_SALT,)) ->
             All other requests, and those without a salt, are one tenant together.
     """
     if cache_salt is None or not (ANY_SALT in tenants or cache_salt in tenants):
-        salt = b""
-    else:
-        salt = b"=" + cache_salt.encode("utf-8", "surrogatepass")
+        return _UNSALTED
+    return _number_of(b"=" + cache_salt.encode("utf-8", "surrogatepass"))
+
+
+def _number_of(salt: bytes) -> int:
     return int.from_bytes(blake2b(salt, digest_size=8).digest(), "little", signed=True) or 1
+
+
+_UNSALTED: Final = _number_of(b"")
 
 
 @dataclass(frozen=True)

@@ -500,23 +500,34 @@ class HostBlocks:
             hashes: of its first blocks, `MAX_IN_ORDER` at most, one list for each group.
         """
         tags = [tags_of(self._key_prefix, g, of_group) for g, of_group in enumerate(hashes)]
-        pairs = zip(tags, self._block_sizes, strict=True)
-        ends = np.concatenate([size * np.arange(1, len(each) + 1) for each, size in pairs])
-        last_first = np.argsort(-ends, kind="stable")
-        self._over.append((set(self.keeping), np.concatenate(tags)[last_first]))
-        self._put_in_order()
+        if len(tags) == 1:
+            last_first = tags[0][::-1]
+        else:
+            pairs = zip(tags, self._block_sizes, strict=True)
+            ends = np.concatenate([size * np.arange(1, len(each) + 1) for each, size in pairs])
+            last_first = np.concatenate(tags)[np.argsort(-ends, kind="stable")]
+        self._over.append((set(self.keeping), last_first))
+        if not self.keeping:
+            self._put_in_order()
 
     def _put_in_order(self) -> None:
+        over: list[Tags] = []
         waiting = []
         for jobs, tags in self._over:
             if jobs & self.keeping.keys():
                 waiting.append((jobs, tags))
-                continue
-            slots, generations = self._own.index.find(tags)
-            found = slots >= 0
-            with self._pool.lock:
-                self._pool.requeue(slots[found], generations[found])
+            else:
+                over.append(tags)
+        if not over:
+            return
         self._over = waiting
+        slots, generations = self._own.index.find(np.concatenate(over))
+        places = np.flatnonzero(slots >= 0)
+        if len(over) > 1:  # a slot of several requests: it has its place by the last of them
+            _, last = np.unique(slots[places[::-1]], return_index=True)
+            places = np.sort(places[::-1][last])
+        with self._pool.lock:
+            self._pool.requeue(slots[places], generations[places])
 
     def evicted(self, group: int, key: bytes) -> bool:
         """Whether this block was evicted lately from the own arena."""

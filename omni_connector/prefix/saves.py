@@ -53,13 +53,18 @@ _RECENT_S: Final = 30.0
 # a request. One that takes longer waits for the store.
 _COPY_S: Final = 0.1
 
-# Filled blocks are considered together: when there are so many of prompts, or so many in all, or
-# when so many steps have passed since the first of them filled, or when the engine has nothing to
-# compute. Many blocks cost the engine's thread little more than one. Blocks of prompts are more
-# urgent, as the next request may begin with them.
+# Filled blocks are considered together: when there are so many of prompts, or so many in all, or as
+# many as copies may hold at once, or when so many steps have been made since the first of them
+# filled, or when the engine has nothing to compute. Many blocks cost the engine's thread little
+# more than one. Blocks of prompts are more urgent, as the next request may begin with them.
 _MANY_OF_PROMPTS: Final = 64
 _MANY: Final = 256
-_LATEST: Final = 16
+_LATEST: Final = 64
+
+# Seconds after which fewer steps are enough, so that other engines find the blocks soon where a
+# step takes long.
+_LATEST_S: Final = 0.5
+_FEWER_STEPS: Final = 16
 
 # Steps after which vLLM knows whether a load by another connector has succeeded; if it has not,
 # vLLM recomputes the blocks. Until then other requests find the blocks in vLLM's own cache, so
@@ -203,6 +208,8 @@ class PrefixSaves:
         self._tokens_ahead = groups.tokens_ahead
         self._num_blocks = num_blocks
         self._max_held = max(1, num_blocks // _HELD_PART)
+        self._many_of_prompts = min(_MANY_OF_PROMPTS, self._max_held)
+        self._many = min(_MANY, self._max_held)
         self._tails = tails
         self._finds = finds
         self._clock = context.clock
@@ -215,12 +222,14 @@ class PrefixSaves:
         self._prompt_numbers = cycle(range(256))
         self._sent = ExpiringSet[BlockName](_RECENT_S, context.clock)
         # Blocks that have filled and are not considered yet, by group; how many of them are of
-        # prompts; the step in which the first of them filled; how often blocks were considered; and
-        # the prompts that have ended since.
+        # prompts; the step in which the first of them filled, and when they are considered at the
+        # latest if the steps take long; how often blocks were considered; and the prompts that have
+        # ended since.
         self._filled = [_Column() for _ in groups.shapes]
         self.num_filled = 0
         self._num_of_prompts = 0
         self._filled_since = 0
+        self._consider_at = 0.0
         self._considered = 0
         self._over: list[SharedPrompt] = []
 
@@ -274,13 +283,16 @@ class PrefixSaves:
         if self.num_filled and (
             not scheduled
             or not self._batches
-            or self._num_of_prompts >= _MANY_OF_PROMPTS
-            or (at_leisure and self.num_filled >= _MANY)
-            or (at_leisure and self._step >= self._filled_since + _LATEST)
+            or self._num_of_prompts >= self._many_of_prompts
+            or (at_leisure and (self.num_filled >= self._many or self._is_late()))
         ):
             self._consider(meta, self._host)
         elif self.waiting:
             self._keep_waiting(meta, self._host)
+
+    def _is_late(self) -> bool:
+        steps = self._step - self._filled_since
+        return steps >= _LATEST or (steps >= _FEWER_STEPS and self._clock() >= self._consider_at)
 
     def _consider(self, meta: CopyWork, host: HostBlocks) -> None:
         """Keep the blocks that have filled since the last time."""
@@ -592,6 +604,7 @@ class PrefixSaves:
             return
         if not self.num_filled:
             self._filled_since = self._step
+            self._consider_at = self._clock() + _LATEST_S
         if prompt.kept_with != self._considered or not prompt.keeps:
             if not prompt.keeps:
                 found = (prompt.reached or 0) // self._unit

@@ -25,10 +25,14 @@ _watching: Final[weakref.WeakSet["AdapterLoads"]] = weakref.WeakSet()
 
 
 class AdapterLoads:
-    """What one worker has loaded and not told yet. Its engine's thread calls all methods."""
+    """What one worker has loaded and not told yet. Its engine's thread calls all methods.
+
+    Attributes:
+        found: name, path and version of each adapter that was loaded, by its id.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[str, str, str]] = {}
+        self.found: dict[int, tuple[str, str, str]] = {}
 
     def note(self, lora: Adapter, before: str | None, after: str | None) -> None:
         """An adapter was loaded, or its load has failed.
@@ -40,13 +44,11 @@ class AdapterLoads:
         # What is no path of this host is a repository, which vLLM downloads while it loads.
         unchanged = before == after or (before is None and not local)
         version = after if unchanged else None
-        self._found[lora.lora_int_id] = lora.lora_name, lora.lora_path, version or ""
+        self.found[lora.lora_int_id] = lora.lora_name, lora.lora_path, version or ""
 
     def take(self, rank: int) -> list[AdapterLoad]:
         """The last load of each adapter since the last call."""
-        if not self._found:
-            return []
-        found, self._found = self._found, {}
+        found, self.found = self.found, {}
         return [AdapterLoad(rank, int_id, *load) for int_id, load in found.items()]
 
 

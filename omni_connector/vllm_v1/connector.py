@@ -326,8 +326,11 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
 
     def clear_connector_metadata(self) -> None:
         self._worker.clear()
-        if not self._reports.by_metadata:
-            self._reports.step_ends()
+        if not self._reports.by_metadata and self._reports.step_ends() and self._runner_ends_steps:
+            self._call_directly(
+                get_kv_connector_stats=self._worker.take_stats,
+                build_connector_worker_meta=self._worker.take_report,
+            )
         super().clear_connector_metadata()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
@@ -366,8 +369,7 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_bad_block_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        if not self._reports.by_metadata:
-            self._reports.asked()
+        self._reports.asked()
         report = self._worker.take_report()
         if not self._runner_ends_steps:
             self.clear_connector_metadata()

@@ -88,11 +88,12 @@ class ReportPath:
         """The runner asks for the report."""
         self._asked = True
 
-    def step_ends(self) -> None:
-        """The runner has cleared the metadata of a step."""
+    def step_ends(self) -> bool:
+        """The runner has cleared the metadata of a step; returns `by_metadata`."""
         self.known = True
         self.by_stats = not self._asked
         self.by_metadata = self._asked
+        return self.by_metadata
 
     def add_report(self, stats: OmniStats | None, worker: "OmniWorker") -> OmniStats | None:
         """Add a worker's report to what it has counted."""

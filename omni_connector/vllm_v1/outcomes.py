@@ -19,6 +19,9 @@ class JobOutcomes:
     Args:
         stats: counts bytes, blocks and seconds.
         fails_by_block: whether vLLM hears of a failed load by its blocks, or else by its request.
+
+    Attributes:
+        has_ended: whether jobs have ended since the last `take_report`.
     """
 
     def __init__(self, stats: Stats, *, fails_by_block: bool) -> None:
@@ -29,6 +32,7 @@ class JobOutcomes:
         self._failed_loads: set[str] = set()
         self._bad_block_ids: set[int] = set()
         self._report = OmniWorkerMetadata()
+        self.has_ended = False
 
     def expect(self, jobs: Iterable[TransferSpec]) -> None:
         """These jobs start with a step; each will be given to `add`."""
@@ -37,6 +41,7 @@ class JobOutcomes:
     def add(self, spec: TransferSpec, outcome: Outcome) -> None:
         """A job has ended, or could not start."""
         self._report.done[outcome.job_id] = 1
+        self.has_ended = True
         if spec.request_id:
             self._loads_left[spec.request_id] -= 1
             if self._loads_left[spec.request_id] <= 0:
@@ -85,9 +90,10 @@ class JobOutcomes:
             weights: what the rank has answered since then.
         """
         report = self._report
-        if not (report.done or adapters or weights):
+        if not (self.has_ended or adapters or weights):
             return None
         report.adapters += adapters
         report.weights += weights
         self._report = OmniWorkerMetadata()
+        self.has_ended = False
         return report

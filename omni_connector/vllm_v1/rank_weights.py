@@ -32,6 +32,9 @@ class AnsweredWeights:
         rank: which.
         read: makes the digest.
         context: its thread, which starts with the first question.
+
+    Attributes:
+        answers: since the last `take`.
     """
 
     def __init__(self, rank: int, read: ReadWeights, context: EngineContext) -> None:
@@ -43,7 +46,7 @@ class AnsweredWeights:
         self._closing = False
         # Of the last question: what reads the weights, until it has.
         self._reading: tuple[int, Generator[None, None, WeightsDigest]] | None = None
-        self._answers: list[RankWeights] = []
+        self.answers: list[RankWeights] = []
 
     def ask(self, question: int) -> None:
         """A step asks this. A question that is under way or answered is not asked anew."""
@@ -53,7 +56,7 @@ class AnsweredWeights:
         try:
             reading = self._read()
         except Exception as error:  # noqa: BLE001 - it is reported
-            self._answers.append(self._failed(question, error))
+            self.answers.append(self._failed(question, error))
             return
         self._reading = question, reading
         if self._thread is None:
@@ -63,9 +66,7 @@ class AnsweredWeights:
 
     def take(self) -> Sequence[RankWeights]:
         """The answers since the last call."""
-        if not self._answers:
-            return ()
-        answers, self._answers = self._answers, []
+        answers, self.answers = self.answers, []
         return answers
 
     def close(self) -> None:
@@ -92,7 +93,7 @@ class AnsweredWeights:
         if answer is not None:
             if self._reading is current:  # else another question has come meanwhile
                 self._reading = None
-            self._answers.append(answer)
+            self.answers.append(answer)
         return 0.0
 
     def _failed(self, question: int, error: Exception) -> RankWeights:

@@ -117,6 +117,8 @@ def take_hints(
     params, sampling = request.kv_transfer_params, request.sampling_params
     known = params if isinstance(params, Mapping) else {}
     extra_args = None if sampling is None else sampling.extra_args
+    if not extra_args and KEY not in known:
+        return  # most requests have no hints
     hints, bad = read_hints(known, extra_args)
     if hints == NO_HINTS and not bad and KEY not in known:
         return

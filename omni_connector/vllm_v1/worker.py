@@ -529,8 +529,12 @@ class OmniWorker:
 
     def take_report(self) -> OmniWorkerMetadata | None:
         """What the scheduler half must know of; None when there is nothing."""
-        adapters = () if self._adapters is None else self._adapters.take(self._rank)
-        return self._outcomes.take_report(adapters, self._weights.take())
+        adapters, weights = self._adapters, self._weights
+        loaded = adapters.take(self._rank) if adapters is not None and adapters.found else ()
+        answers = weights.take() if weights.answers else ()
+        if not (loaded or answers or self._outcomes.has_ended):
+            return None  # most often
+        return self._outcomes.take_report(loaded, answers)
 
     def take_stats(self) -> OmniStats | None:
         """What was counted since the last call; None when nothing was."""

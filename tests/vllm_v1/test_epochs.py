@@ -534,7 +534,7 @@ def test_nothing_is_kept_of_what_is_computed_before_the_weights_are_known(engine
         inspection.read_weights(alone.worker_half, lambda: itertools.repeat(None))
         called(alone)
     alone.run(lambda: alone.done(request_id))
-    alone.run(lambda: not inspection.being_kept(alone.half)[1])
+    alone.settle()
     assert (inspection.indexed(alone.half) > before) == known
 
 

@@ -170,11 +170,11 @@ def test_an_engine_gets_back_what_its_own_cache_has_evicted(sharer, tokens):
 def test_of_a_prompt_that_is_still_answered_the_end_is_evicted_first(sharer):
     alone = sharer(usable_blocks=256, instant_copies=True)
     request_id = alone.submit(prompt(8 * BLOCK), max_tokens=200)
-    alone.run(lambda: alone.usage[1] == 8)
+    alone.run(lambda: alone.usage[1] >= 8)
     assert not alone.done(request_id)
     pool = inspection.pool(alone.half)
     with pool.lock:
-        pool._new(pool._num_free + 3)
+        pool._new(pool._num_free + pool.num_cached - 5)
     hashes = alone.scheduler.requests[request_id].block_hashes[:8]
     there = [inspection.in_arena(alone.half, 0, each) for each in hashes]
     assert there == [True] * 5 + [False] * 3
@@ -763,7 +763,7 @@ def busy(sharer):
     """An engine of 41 KV blocks that computes another request all the time, and has just computed
     `SHORT`. Its blocks have filled, and a later step considers them for the arena."""
     alone = sharer(extra=slots(64), usable_blocks=40, instant_copies=True)
-    alone.submit(prompt(3, seed=9), max_tokens=60, params=hints(cache="no"))
+    alone.submit(prompt(3, seed=9), max_tokens=100, params=hints(cache="no"))
     request_id = alone.submit(SHORT, max_tokens=1)
     alone.run(lambda: alone.done(request_id))
     assert (new(alone), kept(alone)) == (8, 0)
@@ -1004,12 +1004,12 @@ def test_hints_in_vllm_xargs_change_no_hand_off(sharer, tokens):
 def test_of_a_prompt_that_still_runs_the_end_goes_first(sharer):
     first = sharer(instant_copies=True)
     asked = prompt(4 * BLOCK, seed=7)
-    request_id = first.submit(asked, max_tokens=40)
-    first.run(lambda: kept(first) == 4)
+    request_id = first.submit(asked, max_tokens=100)
+    first.run(lambda: kept(first) >= 4)
     assert not first.done(request_id)
     pool = inspection.pool(first.half)
     with pool.lock:
-        pool.let_go(pool._new(pool._num_free + 2))
+        pool.let_go(pool._new(pool._num_free + pool.num_cached - 2))
     second = sharer()
     publish(second, [*asked, 7])
     assert second.count("tokens_from_host") == 2 * BLOCK
