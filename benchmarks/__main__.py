@@ -13,6 +13,7 @@ from pathlib import Path
 BENCHMARKS = (
     "data_plane",
     "load_beside_save",
+    "parallel_copies",
     "fresh_arena",
     "weights_digest",
     "scheduler_step",

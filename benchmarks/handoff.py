@@ -303,6 +303,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--connector", action="append", choices=list(connectors()))
     parser.add_argument("--repeats", type=int, help="hand-offs of each length")
+    parser.add_argument(
+        "--default-arena",
+        action="store_true",
+        help="of the size that the engine chooses: most hand-offs are in slots never used before",
+    )
     arguments = parser.parse_args()
     quick = arguments.quick
     names = arguments.connector or (["OmniKVConnector"] if quick else list(connectors()))
@@ -319,6 +324,8 @@ def main() -> None:
         model = make_model("llama-wide", Path(folder) / "model")
         for name in names:
             config = connectors()[name]
+            if name == "OmniKVConnector" and arguments.default_arena:
+                del config["kv_connector_extra_config"]["arena_gib"]
             results[name] = measure(name, config, model, Path(folder), lengths, repeats, memcpy)
             # Written after each connector, so that a run cut short leaves what it measured.
             text = markdown(results, command, repeats)

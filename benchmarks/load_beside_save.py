@@ -37,7 +37,7 @@ from omni_connector.copy.host import CpuCopier
 from omni_connector.copy.jobs import LoadSpec, Saver, SaveSpec
 from omni_connector.copy.layered import LayerRanges
 from omni_connector.copy.loading import Loader
-from omni_connector.copy.threads import CopyThread, Outcome
+from omni_connector.copy.threads import CopyThread, Outcome, Work
 from omni_connector.kv.canonical import GroupSpec, LayerSpec, SlotLayout, canonicalize
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import BlockSpans
@@ -57,17 +57,37 @@ LOADS_MIB: Final = (32, 256, 512)
 class Rank:
     """A rank's caches, its threads and arena, and the arena of the engine that it loads from.
 
+    Attributes:
+        copier: of the caches.
+        own, theirs: the arenas.
+        blocks: all of the caches, in the order in which they are loaded and then saved.
+        block_bytes: of one.
+
     Args:
         loaded, saved: blocks of the largest load, and of a save.
         stack: closes all.
+        page_bytes: of a block of one layer.
+        copy_threads: as the setting; None for the default beside an engine that computes on a core.
+        transports: attach the other engine's arena.
+        checksum: whether slots have checksums.
     """
 
-    def __init__(self, loaded: int, saved: int, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        loaded: int,
+        saved: int,
+        stack: ExitStack,
+        *,
+        page_bytes: int = PAGE_BYTES,
+        copy_threads: int | None = None,
+        transports: InPlace | None = None,
+        checksum: bool = True,
+    ) -> None:
         count = loaded + saved
         names = [f"model.layers.{number}" for number in range(LAYERS)]
-        buffer = torch.ones(LAYERS * count * PAGE_BYTES, dtype=torch.int8)
-        views = dict(zip(names, buffer.view(LAYERS, count, 1, 1, PAGE_BYTES), strict=True))
-        layers = tuple(LayerSpec(name, PAGE_BYTES, PAGE_BYTES) for name in names)
+        buffer = torch.ones(LAYERS * count * page_bytes, dtype=torch.int8)
+        views = dict(zip(names, buffer.view(LAYERS, count, 1, 1, page_bytes), strict=True))
+        layers = tuple(LayerSpec(name, page_bytes, page_bytes) for name in names)
         canonical = canonicalize([GroupSpec("full_attention", 1, layers)], views, count)
         layout = SlotLayout.of(canonical)
         group = GroupShape(
@@ -75,7 +95,7 @@ class Rank:
             block_size=1,
             attention_type="all",
             layers=" ".join(names),
-            pages=(f"C{PAGE_BYTES}",) * LAYERS,
+            pages=(f"C{page_bytes}",) * LAYERS,
         )
         addresses = [{name: view.data_ptr() for name, view in views.items()}]
         layer_ranges = LayerRanges.of(canonical, layout, addresses)
@@ -83,12 +103,13 @@ class Rank:
         theirs = stack.enter_context(Arena.create(loaded, layout.slot_bytes))
         own.slots[:] = 1
         fill(theirs, loaded, layout.group_bytes[0], seed=1)
-        transports = InPlace()
+        transports = transports or InPlace()
         self._arenas = ((transports.add(theirs, "theirs"),),)
         self._helpers = Helpers()
-        # A copy on as many threads as the connector takes by default beside one that computes.
-        self._helpers.threads = 1 + max(1, min(4, len(os.sched_getaffinity(0)) - 1))
+        default = max(1, min(4, len(os.sched_getaffinity(0)) - 1))
+        self._helpers.threads = 1 + (copy_threads or default)
         copier: BlockCopier = CpuCopier(layer_ranges.canonical, layer_ranges.layout, self._helpers)
+        self.copier, self.own, self.theirs = copier, own, theirs
         self._loads = CopyThread("omni-load")
         self._saves = CopyThread("omni-save", first=self._loads)
         peer: Any = transports
@@ -99,13 +120,13 @@ class Rank:
             groups=(group,),
             rank=0,
             ranks=1,
-            checksum=True,
+            checksum=checksum,
             context=PROCESS_CONTEXT,
             notify=self._loads.notify,
             threads=self._helpers.threads,
         )
-        self._saver = Saver(arena=own, copier=copier, layer_ranges=layer_ranges, checksum=True)
-        self._blocks = np.random.default_rng(7).permutation(count)
+        self._saver = Saver(arena=own, copier=copier, layer_ranges=layer_ranges, checksum=checksum)
+        self.blocks = np.random.default_rng(7).permutation(count)
         self._loaded, self._saved = loaded, saved
         self._generation = 0
         self.block_bytes = layout.group_bytes[0]
@@ -116,21 +137,38 @@ class Rank:
 
     def load(self, blocks: int) -> float:
         """Load so many blocks; returns the seconds until that has ended."""
+        return timed(lambda: self._do(self._loads, self._load(blocks)))
+
+    def save(self) -> float:
+        """Save; returns the seconds until that has ended."""
+        return timed(lambda: (self.start_save(background=False), self._end(self._saves)))
+
+    def both(self, blocks: int) -> float:
+        """Load and save at once, as if somebody waited for both; seconds until both have ended."""
+
+        def copy() -> None:
+            self.start_save(background=False)
+            self._do(self._loads, self._load(blocks))
+            self._end(self._saves)
+
+        return timed(copy)
+
+    def _load(self, blocks: int) -> Work:
         spec = LoadSpec(
             request_id="r",
-            blocks=BlockSpans.of([(0, self._blocks[:blocks].tolist())]),
+            blocks=BlockSpans.of([(0, self.blocks[:blocks].tolist())]),
             slots=BlockSpans.of([(0, list(range(blocks)))]),
             generations=np.ones(blocks, np.int64),
             arenas=self._arenas,
             timeout=NEVER_S,
         )
-        return timed(lambda: self._do(self._loads, self._loader.work(1, spec, None)))
+        return self._loader.work(1, spec, None)
 
     def start_save(self, *, background: bool) -> None:
         """Start the save."""
         self._generation += 1
         spec = SaveSpec(
-            blocks=BlockSpans.of([(0, self._blocks[self._loaded :].tolist())]),
+            blocks=BlockSpans.of([(0, self.blocks[self._loaded :].tolist())]),
             slots=np.arange(self._saved),
             generations=np.full(self._saved, self._generation),
             keys=[b""] * self._saved,
@@ -142,7 +180,7 @@ class Rank:
         was_under_way = not self._saves.has_ended
         return self._end(self._saves).seconds, was_under_way
 
-    def _do(self, thread: CopyThread, work: Any) -> None:
+    def _do(self, thread: CopyThread, work: Work) -> None:
         thread.submit(1, work)
         self._end(thread)
 
