@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens of conversations that need not be computed, with blocks as large as those of Qwen3-Next.
 
-The turns of `traces.dialogues` go to one engine, or to two in turn, which share. Each turn sends
+The turns of `traces.dialogues` go to one engine, or to two in turn, which share through arenas, or
+through the files of a folder alone. Each turn sends
 all that was said before. Engines are vLLM's scheduler and both halves of the connector, in this
 process, around the toy model of the tests, with one group of full attention and three with states.
 Each configuration is replayed twice: with tails (`prefix.tails`), and with full blocks alone.
@@ -30,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 from omni_connector.vllm_v1 import assembly  # noqa: E402
 from tests import inspection, toy  # noqa: E402
 from tests.vllm_v1.harness import GIB, InProcessEngine, wait  # noqa: E402
+from tests.vllm_v1.stores import landed  # noqa: E402
 
 RESULTS: Final = Path(__file__).parent / "results"
 FAMILY: Final = "three states and full"
@@ -51,14 +53,18 @@ class Setting:
         block_size: tokens.
         engines: how many take turns.
         slots: of an arena; 0 for as many as are asked for.
+        stores: whether they share through a folder, and have no arenas.
     """
 
     block_size: int
     engines: int
     slots: int = 0
+    stores: bool = False
 
     def __str__(self) -> str:
         arena = f", {self.slots} slots each" if self.slots else ""
+        if self.stores:
+            arena = ", a folder in place of arenas"
         return f"{self.block_size:,} tokens | {self.engines}{arena}"
 
 
@@ -70,7 +76,7 @@ class Counted:
         all: of all prompts.
         known: of the turn before in the same conversation, all but the last of its answer.
         cached: in vLLM's own cache.
-        loaded: from arenas.
+        loaded: from arenas or the folder.
     """
 
     all: int = 0
@@ -93,10 +99,13 @@ def engines_of(setting: Setting, model: Path, *, tails: bool) -> Iterator[list[I
     size = setting.slots * slot if setting.slots else PLENTY
     keeps = assembly.keeps_tails if tails else lambda groups: False
     made: list[InProcessEngine] = []
+    extra: dict[str, Any] = {"share": True, "arena_gib": size / GIB}
+    if setting.stores:
+        folder = tempfile.mkdtemp(dir=model.parent)
+        extra = {"store": {"path": folder, "gib": 4, "lookup_timeout_s": 30}}
     with mock.patch.object(assembly, "keeps_tails", keeps):
         try:
             for _ in range(setting.engines):
-                extra = {"share": True, "arena_gib": size / GIB}
                 made.append(
                     InProcessEngine(
                         model,
@@ -108,7 +117,7 @@ def engines_of(setting: Setting, model: Path, *, tails: bool) -> Iterator[list[I
                         instant_copies=True,
                     )
                 )
-            for each in made:
+            for each in () if setting.stores else made:
                 neighbours = inspection.neighbours(each.half)
                 neighbours.look()
                 wait(lambda of=neighbours: len(of.present()) == len(made) - 1)  # type: ignore[misc]
@@ -147,6 +156,8 @@ def replay(
             if len(prompt) + turn.answer > LONGEST:
                 continue
             answer = answered(engines[number % len(engines)], prompt, turn.answer)
+            if setting.stores:
+                landed(*engines)
             if first:
                 expected.append(answer)
             elif answer != expected[number]:
@@ -157,7 +168,8 @@ def replay(
             number += 1
         for each in engines:
             counted.cached += each.count("tokens_cached")
-            counted.loaded += each.count("tokens_kept") + each.count("tokens_from_host")
+            sources = ("tokens_kept", "tokens_from_host", "tokens_shared")
+            counted.loaded += sum(map(each.count, sources))
     return counted
 
 
@@ -173,6 +185,7 @@ def main() -> int:
     toy.GROUPS[FAMILY] = ("state", "state", "state", "full")
     settings = [Setting(size, count) for size in BLOCKS for count in (1, 2)]
     settings.append(Setting(BLOCKS[0], 2, slots=60))
+    settings += [Setting(size, 2, stores=True) for size in BLOCKS]
     expected: list[list[int]] = []
     rows = []
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as runtime:
