@@ -118,8 +118,8 @@ drafter with vLLM's scheduler and a made-up model.
 first fewer drafts may be accepted |
 | the prefill engine alone drafts | the drafter's layers are left out; with MTP of k modules the \
 decode engine computes the last k tokens |
-| other tensor-parallel sizes, block sizes and layouts; pipeline stages on the side without a \
-drafter | as between engines without a drafter |
+| other tensor-parallel sizes, block sizes and layouts; pipeline stages \
+| as between engines without a drafter |
 | vLLM groups the target's layers in another way beside a drafter, so that a group has layers of \
 several groups of the other engine (Gemma 3) | refused by name (`groups that have the layers of \
 group`) |
@@ -139,8 +139,15 @@ other, or none. The tensor-parallel sizes within the stages may differ, as they 
 Where the stages are equal, slots are copied to blocks as they are. Where they differ, a stage reads
 the whole slots that hold its layers, and compares the checksums of these. Engines whose layers
 differ refuse each other by the names of these layers, and the decode engine computes the prompt.
-Prefixes are shared by engines with equal stages and equal tensor-parallel sizes. An engine with
-stages refuses to start with speculative decoding.
+Prefixes are shared by engines with equal stages and equal tensor-parallel sizes.
+
+Speculative decoding with stages is shown with vLLM's scheduler and a made-up model, with and
+without KV of the drafter, on one side or both: vLLM's V1 runner, which its CPU build has, starts
+no such engine from 0.32 on, with or without a connector. An engine refuses to start if vLLM gives
+layers of two stages one name. vLLM does so with EAGLE for some models, such as Llama, as it
+numbers the drafter's layers behind those of the last stage. If they lie within the last stage,
+vLLM itself ends with `Duplicate layer name`. EAGLE-3, MTP and draft models have names of their
+own.
 
 ## KV that all ranks hold
 
