@@ -104,15 +104,15 @@ def waiting_jobs(turn: Callable[[], object]) -> Callable[[], int]:
 
 
 def watch_choices(
-    turn: Callable[[], object], chosen: Callable[[bool | None, bool, bool, float], None]
+    turn: Callable[[], object], chosen: Callable[[bool | None, bool, bool, bool, float], None]
 ) -> None:
     """Have it told of each choice of a copy thread that lets another one's jobs go first, whose
     turn this is; of other threads nothing.
 
     Args:
         chosen: told whether the job that makes the next piece is a background job, None for no job;
-            whether one that could make a piece lets others go first; whether one of these could;
-            and the time.
+            whether it need let nobody go first, as it was cancelled or keeps an order; whether one
+            that could make a piece lets others go first; whether one of these could; and the time.
     """
     from omni_connector.copy.threads import CopyThread
 
@@ -129,7 +129,8 @@ def watch_choices(
         others = len(due) > len(back) or first.copies
         place = choose(now)
         job = None if place is None else thread._queue[place]
-        chosen(None if job is None else job in back, bool(back), others, now)
+        background = None if job is None else job.background
+        chosen(background, bool(background) and job not in back, bool(back), others, now)
         return place
 
     thread._next = watched  # type: ignore[method-assign]

@@ -18,20 +18,22 @@ class Precedence:
         self._name = name
         self._back_since: float | None = None
 
-    def chosen(self, background: bool | None, back: bool, others: bool, now: float) -> None:
+    def chosen(
+        self, background: bool | None, free: bool, back: bool, others: bool, now: float
+    ) -> None:
         """Look at a choice; see `inspection.watch_choices`.
 
         Raises:
             Violation: a job that nobody waits for went before one that somebody waits for, or has
                 stepped back for too long.
         """
-        if not back:
-            return
         since = self._back_since
         if background:
             self._back_since = None
-            if others and (since is None or now - since < _LEAST_S):
+            if back and others and not free and (since is None or now - since < _LEAST_S):
                 raise Violation("goes_first", f"{self._name} copies what nobody waits for")
+            return
+        if not back:
             return
         if not others:
             raise Violation("steps_back", f"{self._name} lets nobody go first")
