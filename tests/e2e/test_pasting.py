@@ -243,7 +243,11 @@ def test_a_folder(engine_pool: Pool, tmp_path: Path) -> None:
         who.paste(paste, {uses.FOLDER: str(disk)})
         who.wait()
         computed = who.completion("8100", LONG)
-        who.terminal.until(bool, f"find {disk}/omni/kv -type f -name '*' | grep -v lock", 60.0)
+        blocks = f"find {disk}/omni/kv -type f -name '*.kv'"
+        who.terminal.until(lambda told: bool(told.strip()), blocks, 60.0)
+        # The others follow.
+        lately = f"{blocks} -newermt '2 seconds ago'"
+        who.terminal.until(lambda told: not told.strip(), lately, 60.0)
         who.engines.pop().stop()
         who.terminal.paste('vllm serve MODEL --port 8100 --kv-transfer-config "$KV"')
         who.serve(*who.terminal.servers())
