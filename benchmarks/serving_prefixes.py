@@ -389,9 +389,14 @@ def main() -> int:
         if trace is None:
             trace, block = Path(folder, "trace.jsonl"), TRACE_BLOCK
             drawn_trace(trace, requests, arguments.rate, arguments.prefix_tokens // block)
+        prefixes = arguments.prefixes
         workloads = [
             Repetition(
-                *(arguments.prefixes, arguments.prefix_tokens, arguments.suffix_tokens, requests)
+                prefixes,
+                arguments.prefix_tokens,
+                arguments.suffix_tokens,
+                # vLLM sends as many with each prefix.
+                max(1, requests // prefixes) * prefixes,
             ),
             Timed.of_file(trace, block, requests),
         ]
