@@ -57,7 +57,7 @@ _LEAST: Final = 32
 """New blocks of a depth that are kept before any is passed over. Fewer would be no sample."""
 
 _FADES: Final = 4
-"""Counts are halved after so many new blocks for each slot of the arena: old workloads fade, and
+"""New blocks for each slot of the arena after which counts are halved. Old workloads fade so, and
 blocks have had the time to be used again."""
 
 # The kinds of slots: used once (0), used again (1), favoured (2), pinned (3).

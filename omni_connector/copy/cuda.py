@@ -23,7 +23,9 @@ def pci_address() -> str | None:
         return None
     device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     try:
-        domain, bus, number = device.pci_domain_id, device.pci_bus_id, device.pci_device_id
+        domain = device.pci_domain_id
+        bus = device.pci_bus_id
+        number = device.pci_device_id
     except AttributeError:
         return None
     return f"{domain:04x}:{bus:02x}:{number:02x}.0"

@@ -171,7 +171,8 @@ class CopyLedger:
 
     def take_revoked(self) -> list[int]:
         """Jobs that were revoked since the last call, and have not ended."""
-        revoked, self.revoked = sorted(self.revoked), set()
+        revoked = sorted(self.revoked)
+        self.revoked = set()
         return revoked
 
     def report(self, done: Mapping[int, int], failed: Mapping[int, str]) -> None:

@@ -242,7 +242,8 @@ class CpuCopier(BlockCopier):
 
     def _check_runs(self, copy: BlockCopy, runs: Sequence[PageRun], length: int) -> None:
         check_slots(copy, length)
-        done, size = 0, self._layout.group_bytes[copy.group]
+        done = 0
+        size = self._layout.group_bytes[copy.group]
         for run in runs:
             if not (done <= run.at <= length - run.nbytes and 0 <= run.first < run.end <= size):
                 raise ValueError(f"{run}, in a slot of {length} bytes and a block of {size}")

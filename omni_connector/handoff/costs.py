@@ -28,7 +28,8 @@ SLOWER: Final = "slower_than_computing"
 """Kind of failure: a hand-off was not made, as its load would take longer than a computation."""
 
 SAMPLES: Final = 32
-"""Newest durations kept of each class. Until there are so many, each hand-off is made."""
+"""Durations of each class that are kept, the newest. Each hand-off is made until there are so many
+of its class."""
 
 MARGIN: Final = 2.0
 """A hand-off is refused if its load takes more than so many times what its computation costs. The
