@@ -77,10 +77,10 @@ class Rows:
         places = starts, strides, ends - lengths, lengths
         return cls(*places, num_blocks, int(lengths.sum()), bool(whole))
 
-    def between(self, first: int, end: int, cuts: Sequence[int] = ()) -> "Rows":
+    def between(self, first: int, end: int) -> "Rows":
         """The same rows of a slot's bytes from `first` to `end` alone, with offsets from `first`
-        on. No row crosses one of the bytes `cuts`."""
-        edges = np.unique([first, end, *cuts, *self.offsets.tolist()])
+        on."""
+        edges = np.unique([first, end, *self.offsets.tolist()])
         edges = edges[(edges >= first) & (edges <= end)]
         begins = edges[:-1]
         row = np.searchsorted(self.offsets, begins, side="right") - 1
@@ -128,19 +128,6 @@ def begin(slots: int, nbytes: int) -> NDArray[np.uint64]:
     return states
 
 
-def resume(sums: NDArray[np.uint64], first: int, nbytes: int) -> NDArray[np.uint64]:
-    """States of the checksums of slots of `nbytes` bytes, before a copy from byte `first` on.
-
-    Args:
-        sums: behind the bytes before `first` `(slots, 8)`; see `NativeCopy.__call__`.
-        first, nbytes: multiples of `ALIGNMENT`.
-    """
-    states = begin(len(sums), nbytes)
-    states[:, :-2] = sums
-    states[:, -2] -= np.uint64(first // ALIGNMENT)
-    return states
-
-
 def checksums(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The checksums `(slots,)` that states `(slots, 10)` give when all bytes were copied."""
     return states[:, -1].copy()
@@ -156,9 +143,7 @@ class NativeCopy:
         kind = ctypes.CFUNCTYPE(None, *(3 * [pointer]), number, number, pointer)
         self._copy = kind(self._engine.get_function_address("copy"))
         self._copy_hashed = kind(self._engine.get_function_address("copy_hashed"))
-        marking = ctypes.CFUNCTYPE(None, *(3 * [pointer]), number, number, *(3 * [pointer]))
-        self._copy_marked = marking(self._engine.get_function_address("copy_marked"))
-        hashing = ctypes.CFUNCTYPE(None, pointer, pointer, number, number, *(3 * [pointer]))
+        hashing = ctypes.CFUNCTYPE(None, pointer, pointer, number, number, pointer)
         self._hash = hashing(self._engine.get_function_address("hash"))
 
     def __call__(
@@ -169,8 +154,6 @@ class NativeCopy:
         states: NDArray[np.uint64],
         *,
         checksum: bool,
-        ends: NDArray[np.uint8] | None = None,
-        marks: NDArray[np.uint64] | None = None,
     ) -> None:
         """Copy the rows of some slots.
 
@@ -179,27 +162,18 @@ class NativeCopy:
             lengths: bytes, multiples of `ALIGNMENT` `(rows,)`.
             states: of `begin` `(slots, 10)`, and then of the copy that had the bytes before these.
             checksum: whether to go on with the checksums; without, states have none.
-            ends: not 0 for each row behind which the sums are wanted `(rows,)`.
-            marks: to which these sums are written `(slots, rows with an end, 8)`.
 
         Raises:
             ValueError: arrays of other shapes; nothing was copied.
         """
         slots, rows = targets.shape
-        if sources.shape != targets.shape or (ends is None) != (marks is None):
+        if sources.shape != targets.shape:
             raise ValueError(f"rows {targets.shape} from {sources.shape}, lengths {lengths.shape}")
         self._require_shapes(sources, lengths, states)
         targets, sources, lengths = map(np.ascontiguousarray, (targets, sources, lengths))
         places = (array.ctypes.data for array in (targets, sources, lengths))
-        if ends is None or marks is None:
-            run = self._copy_hashed if checksum else self._copy
-            run(*places, slots, rows, states.ctypes.data)
-            return
-        wanted = slots, int(np.count_nonzero(ends)), len(_FIRST_SUMS)
-        if ends.shape != (rows,) or marks.shape != wanted or not marks.flags.c_contiguous:
-            raise ValueError(f"marks {marks.shape} of ends {ends.shape}, lengths {lengths.shape}")
-        found = ends.ctypes.data, marks.ctypes.data
-        self._copy_marked(*places, slots, rows, states.ctypes.data, *found)
+        run = self._copy_hashed if checksum else self._copy
+        run(*places, slots, rows, states.ctypes.data)
 
     def hash(
         self,
@@ -211,9 +185,7 @@ class NativeCopy:
         self._require_shapes(sources, lengths, states)
         slots, rows = sources.shape
         sources, lengths = map(np.ascontiguousarray, (sources, lengths))
-        self._hash(
-            sources.ctypes.data, lengths.ctypes.data, slots, rows, states.ctypes.data, None, None
-        )
+        self._hash(sources.ctypes.data, lengths.ctypes.data, slots, rows, states.ctypes.data)
 
     @staticmethod
     def _require_shapes(
@@ -272,18 +244,3 @@ def _check(copy: NativeCopy) -> None:
                 or checksums(passed).tolist() != hashes
             ):
                 raise RuntimeError("its results differ from those of numpy and xxhash")
-        offsets = starts + size * np.arange(2)[:, None]
-        target[:] = 0
-        states = begin(2, size)
-        marks = np.zeros((2, len(lengths), len(_FIRST_SUMS)), np.uint64)
-        places = offsets + target.ctypes.data, offsets + source.ctypes.data
-        marked = np.ones(len(lengths), np.uint8)
-        some = np.array(lengths, np.int64)
-        copy(*places, some, states, checksum=True, ends=marked, marks=marks)
-        for number in range(len(lengths)):
-            passed = begin(2, size)
-            copy.hash(places[1][:, : number + 1], some[: number + 1], passed)
-            if not np.array_equal(target, source) or not np.array_equal(
-                marks[:, number], passed[:, : len(_FIRST_SUMS)]
-            ):
-                raise RuntimeError("its marks differ from its sums")

@@ -94,11 +94,10 @@ static uint64_t merge(stripe_t sums, uint64_t bytes)
     return hash ^ hash >> 32;
 }
 
-/* Inlined four times, so that `stored` and `hashed` are constants, and `ends` is NULL or not. */
+/* Inlined three times, so that `stored` and `hashed` are constants. */
 static inline __attribute__((always_inline)) void run(
     uint8_t *const *targets, const uint8_t *const *sources, const uint64_t *lengths, uint64_t slots,
-    uint64_t rows, struct state *states, const uint8_t *ends, unaligned_t *marks,
-    int stored, int hashed)
+    uint64_t rows, struct state *states, int stored, int hashed)
 {
     for (uint64_t row = 0, slot = 0; slot < slots; slot++) {
         struct state *state = &states[slot];
@@ -138,8 +137,6 @@ static inline __attribute__((always_inline)) void run(
                     left--;
                 }
             }
-            if (ends && ends[j])
-                *marks++ = sums;
         }
         if (hashed && state->left > 0) {
             *(unaligned_t *)state->sums = sums;
@@ -156,28 +153,20 @@ void copy(
     uint8_t *const *targets, const uint8_t *const *sources, const uint64_t *lengths, uint64_t slots,
     uint64_t rows, struct state *states)
 {
-    run(targets, sources, lengths, slots, rows, states, 0, 0, 1, 0);
+    run(targets, sources, lengths, slots, rows, states, 1, 0);
 }
 
 void copy_hashed(
     uint8_t *const *targets, const uint8_t *const *sources, const uint64_t *lengths, uint64_t slots,
     uint64_t rows, struct state *states)
 {
-    run(targets, sources, lengths, slots, rows, states, 0, 0, 1, 1);
+    run(targets, sources, lengths, slots, rows, states, 1, 1);
 }
 
-/* As `copy_hashed`. Where `ends[j]` is not 0, the sums behind row j go to `marks`, slot by slot. */
-void copy_marked(
-    uint8_t *const *targets, const uint8_t *const *sources, const uint64_t *lengths, uint64_t slots,
-    uint64_t rows, struct state *states, const uint8_t *ends, unaligned_t *marks)
-{
-    run(targets, sources, lengths, slots, rows, states, ends, marks, 1, 1);
-}
-
-/* As `copy_marked`, but copies nothing. `ends` may be NULL. */
+/* As `copy_hashed`, but copies nothing. */
 void hash(
     const uint8_t *const *sources, const uint64_t *lengths, uint64_t slots, uint64_t rows,
-    struct state *states, const uint8_t *ends, unaligned_t *marks)
+    struct state *states)
 {
-    run(0, sources, lengths, slots, rows, states, ends, marks, 0, 1);
+    run(0, sources, lengths, slots, rows, states, 0, 1);
 }
