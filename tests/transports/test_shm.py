@@ -27,7 +27,7 @@ from omni_connector.testing.conformance import TransportConformance, publish, re
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.shm import Attach, AttachReply, SharedMemoryTransport
 
-from ..peer_processes import EXPORT, WAIT_S, Peer
+from ..peer_processes import EXPORT, WAIT_S, Peer, starting
 from ..stopping import stop
 
 REQUESTS = msgspec.msgpack.Decoder(Attach)
@@ -66,6 +66,23 @@ def test_peer_process_is_read(start: Callable[[str], Peer], reader: SharedMemory
     assert peer.process.stdin is not None
     peer.process.stdin.close()
     assert peer.wait() == 0
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "open('/dev/shm/omni', 'w')",
+        "os.mkdir('/dev/shm/omni')",
+        "from multiprocessing.shared_memory import SharedMemory",
+    ],
+)
+def test_a_peer_that_makes_files_in_dev_shm_is_caught(place: Path, script: str) -> None:
+    def run() -> None:
+        with starting(place) as start:
+            start(script).wait()
+
+    with pytest.raises(AssertionError, match="/dev/shm"):
+        run()
 
 
 def test_killed_peer_is_seen_dead_and_what_was_mapped_stays(
