@@ -7,6 +7,7 @@ that goes on with the request itself. So the two agree bit for bit.
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -94,6 +95,26 @@ class Talk:
             return same_path(client, [*turn, token], max_tokens=MAX_TOKENS)
 
 
+@pytest.fixture
+def relay(engine_pool: Pool) -> Iterator[Talk]:
+    """Engines that have nothing in common but a folder: the one that computes a turn has no arena
+    for prefixes, so that its tails are in the folder alone."""
+    family = BY_RECIPE["qwen3_next"]
+    [alone] = engine_pool.take(("reference", family.recipe, ""))
+    folder = {"path": str(engine_pool.folder / "turns"), "gib": 1, "lookup_timeout_s": 30}
+    engines = [
+        engine_pool.new("store", family.recipe, connector={"store": folder, "share": share})
+        for share in (False, True)
+    ]
+    try:
+        for engine in engines:
+            engine.start()
+        yield Talk(family, *map(engine_pool.adopt, engines), alone)
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
 def latest(requests: list[list[kv.Held]], prompt: list[int]) -> list[kv.Held]:
     """Of the requests with this prompt the latest one, by rank."""
     return [each for each in requests if each[0].prompt == prompt][-1]
@@ -168,3 +189,40 @@ def test_ends_that_are_not_delivered_are_noticed(talk: Talk) -> None:
     assert found[0].computed == len(prompt)
     with pytest.raises(AssertionError, match="found"):
         kv.require_same_kv(latest(sent, prompt), found, len(prompt))
+
+
+@pytest.mark.supports("the next turn goes on within a block, found in a store", "Qwen3-Next")
+def test_a_prompt_goes_on_where_an_engine_that_has_stopped_has_ended(relay: Talk) -> None:
+    """The control comes first, with prompts that the reader has not seen: nothing is delivered."""
+    names, token = ("within-a-block", "two-blocks-and-a-part"), 11
+    counters = ("tokens_shared", "tokens_from_tails", "tokens_from_host", "failures")
+    right = {name: relay.right(relay.prompts[name], token) for name in names}
+    salts = {name: [new_salt(), new_salt()] for name in names}
+    for name in names:
+        for salt in salts[name]:
+            relay.publish(relay.prompts[name], salt)
+    sent = relay.writing.probe.read_all("prefilled")
+    relay.writing.engine.stop()
+    relay.reading.probe.call("store_delivers", "nothing")
+    for name in names:
+        prompt = relay.prompts[name]
+        with pytest.raises((AssertionError, EngineError), match=r"token \d+|not JSON compliant"):
+            relay.go_on(prompt, salts[name][0], token).require_same(
+                right[name], tolerance=relay.family.exactness
+            )
+        found = relay.reading.probe.read("first")
+        assert found[0].computed == len(prompt)
+        with pytest.raises(AssertionError, match="found"):
+            kv.require_same_kv(latest(sent, prompt), found, len(prompt))
+    relay.reading.probe.call("store_delivers", "all")
+    for name in names:
+        prompt = relay.prompts[name]
+        before = [relay.count(counter) for counter in counters]
+        answer = relay.go_on(prompt, salts[name][1], token)
+        found = relay.reading.probe.read("first")
+        answer.require_same(right[name], tolerance=relay.family.exactness)
+        assert found[0].computed == len(prompt)
+        kv.require_same_kv(latest(sent, prompt), found, len(prompt))
+        after = [relay.count(counter) for counter in counters]
+        grown = [count - old for count, old in zip(after, before, strict=True)]
+        assert grown == [len(prompt), len(prompt) % relay.reading.block, 0, 0]
