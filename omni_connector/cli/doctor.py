@@ -117,12 +117,18 @@ def _python() -> str:
 
 def _vllm() -> str:
     installed = require_supported_vllm()
+    command = ""
+    if installed.distribution != "vllm":  # vLLM's command asks for the version of `vllm`
+        command = (
+            "; its command `vllm serve MODEL` fails: start the same server with "
+            "`python -m vllm.entrypoints.openai.api_server --model MODEL`"
+        )
     if is_newer(installed.version):
         return (
             f"{installed}, newer than the tested versions ({supported_range()}): an engine "
-            "starts if the names below fit, but no answers were tested with it"
+            f"starts if the names below fit, but no answers were tested with it{command}"
         )
-    return f"{installed} (supported: {supported_range()})"
+    return f"{installed} (supported: {supported_range()}){command}"
 
 
 def _plugin() -> str:

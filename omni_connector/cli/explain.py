@@ -18,7 +18,7 @@ from omni_connector.cli.explained import Answer, AskedEngine, Explanation, expla
 from omni_connector.cli.namespaces import existing_folder, nobody
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError, OmniError
-from omni_connector.net.runtime import namespace_dir
+from omni_connector.net.runtime import is_dead, namespace_dir
 from omni_connector.net.status import plain
 from omni_connector.prefix.explain import KIND, Tokenizer
 
@@ -181,7 +181,9 @@ def _engines(folder: Path) -> tuple[list[AskedEngine], list[str]]:
     asked: list[AskedEngine] = []
     remarks: list[str] = []
     names = sorted(name for name in os.listdir(folder) if name.startswith(KIND))
-    for name in names[:_MAX_ENGINES]:
+    # An engine that was killed leaves its socket until the next engine starts.
+    living = [name for name in names if not is_dead(folder / name)]
+    for name in living[:_MAX_ENGINES]:
         try:
             asked.append(AskedEngine(folder / name))
         except OmniError as error:

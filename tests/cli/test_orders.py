@@ -109,6 +109,7 @@ def test_an_ambiguous_beginning_is_an_error(make: Make, capsys: pytest.CaptureFi
     assert main(["drain", "prefill"]) == 2
     assert "prefill-1, prefill-2" in capsys.readouterr().err
     assert main(["drain"]) == 2
+    assert "several engines run here; name one of prefill-1, prefill-2" in capsys.readouterr().err
     assert all(each.file.orders() == NO_ORDERS for each in made)
 
 

@@ -61,7 +61,7 @@ PREFILL_ID, DECODE_ID, FOLDER = "the prefill engine's id", "the decode engine's 
 """What only the test knows: see `Paste.named`."""
 
 ONE_HOST = (
-    Paste(_QUICKSTART, "pip install omni-connector", ("already satisfied", "vllm")),
+    Paste(_QUICKSTART, "pip install git+", ("already satisfied", "vllm")),
     Paste(_QUICKSTART, "KV="),
     Paste(_QUICKSTART, "pip install vllm-router", ("already satisfied",)),
     Paste(_QUICKSTART, "curl http", ('"text":"', '"finish_reason":"length"')),
