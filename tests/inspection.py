@@ -420,7 +420,7 @@ def waiting(half: "OmniScheduler") -> set[tuple[int, bytes]]:
         return set()
     saves = half._shared.saves
     waits = {(each.group, each.block_hash) for each in saves.waiting if isinstance(each, Candidate)}
-    return waits | {(g, key) for g, column in enumerate(saves._filled) for key in column.keys}
+    return waits | {(run.group, key) for run in saves._filled for key in run.keys}
 
 
 def looked_at(half: "OmniScheduler", request_id: str) -> list[int]:
@@ -508,7 +508,10 @@ def doubt(half: "OmniScheduler", had: int) -> None:
     """Have an engine believe that another connector loads into the blocks that have filled, from
     the token `had` on."""
     saves, blocks = prefix_saves(half), kv_blocks(half)
-    saves._doubt([[blocks[each] for each in of.block_ids] for of in saves._filled], had)
+    of_groups: list[list[Any]] = [[] for _ in saves._groups]
+    for run in saves._filled:
+        of_groups[run.group] += [blocks[each] for each in run.block_ids]
+    saves._doubt(of_groups, had)
 
 
 def forget_sent(half: "OmniScheduler") -> None:

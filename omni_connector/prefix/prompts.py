@@ -69,7 +69,6 @@ class SharedPrompt:
     tail: Tail | None = None  # with which the tokens end that are offered; None: with full blocks
     fills_at: int = 0  # number of computed tokens at which its next block fills
     keeps: int = 0  # jobs that save its blocks to the arena; an estimate
-    kept_with: int = 0  # which of the times that `PrefixSaves` considers blocks has its latest ones
     number: int = 0  # a small one, for `Candidate.prompt`
     answers: bool = False  # what it computes from now on are tokens of its answer
     scheduled: bool = False  # vLLM has computed tokens of it since it allocated blocks

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from omni_connector.copy.held_blocks import (
     EngineBlock,
 )
 from omni_connector.copy.prefix_jobs import StoreSaveSpec
+from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, whole_blocks
 from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.hints import NO_HINTS, Candidate, FilledBlocks, Hints
@@ -58,8 +59,13 @@ _COPY_S: Final = 0.1
 # filled, or when the engine has nothing to compute. Many blocks cost the engine's thread little
 # more than one. Blocks of prompts are more urgent, as the next request may begin with them.
 _MANY_OF_PROMPTS: Final = 64
-_MANY: Final = 256
+_MANY: Final = 64
 _LATEST: Final = 64
+
+# Filled blocks that a step considers: so many, which bounds what it takes, or this part of them if
+# that is more, so that steps that fill hundreds leave no more behind than later ones consider.
+_A_STEP: Final = 96
+_PART_A_STEP: Final = 4
 
 # Seconds after which fewer steps are enough, so that other engines find the blocks soon where a
 # step takes long.
@@ -81,14 +87,46 @@ _NEVER: Final = 1 << 62
 # many answers are considered in one step.
 _TOGETHER: Final = 4
 
-# Tokens by which an answer grows between two looks for its full blocks. The last blocks are looked
-# for when the answer ends.
-_ANSWER_TOKENS: Final = 64
+# Tokens by which an answer grows between two looks for its full blocks, at most. The last blocks
+# are looked for when the answer ends. Nobody asks for them before, and a look costs little more for
+# many blocks than for one.
+_ANSWER_TOKENS: Final = 256
+
+# A window in which blocks stay for fewer tokens is looked at in each step.
+_LEAST_ANSWER_TOKENS: Final = 64
+
+
+class _Run(NamedTuple):
+    """Consecutive blocks of one group of a prompt that have filled and are not considered yet.
+
+    Attributes:
+        group: position among the transferred groups.
+        prompt: whose blocks they are.
+        of_prompt: whether they count as blocks of a prompt, and not of an answer.
+        step: in which they were entered.
+        keys, hashes, block_ids: of each block. The ids are null blocks for blocks not to be kept.
+    """
+
+    group: int
+    prompt: SharedPrompt
+    of_prompt: bool
+    step: int
+    keys: list[bytes]
+    hashes: list[bytes]
+    block_ids: list[int]
+
+    def part(self, begin: int, end: int | None) -> "_Run":
+        """Some of these blocks."""
+        return self._replace(
+            keys=self.keys[begin:end],
+            hashes=self.hashes[begin:end],
+            block_ids=self.block_ids[begin:end],
+        )
 
 
 @dataclass(slots=True, eq=False)
 class _Column:
-    """Blocks of one group that have filled, in the order of their requests and tokens.
+    """Blocks of one group that are considered together, in the order of their requests and tokens.
 
     Attributes:
         keys, hashes, block_ids: of each block.
@@ -103,6 +141,16 @@ class _Column:
     runs: list[tuple[int, int, int]] = field(default_factory=list)
     hints: list[Hints] = field(default_factory=list)
     hinted: bool = False
+
+    def add(self, run: _Run) -> None:
+        """Append a run, whose prompt has its number."""
+        prompt = run.prompt
+        self.keys += run.keys
+        self.hashes += run.hashes
+        self.block_ids += run.block_ids
+        self.runs.append((len(run.keys), prompt.number, prompt.tenant))
+        self.hints.append(prompt.hints)
+        self.hinted = self.hinted or prompt.hints is not NO_HINTS
 
     def blocks(self) -> FilledBlocks:
         """All of them, each key once, with the hints of all its requests."""
@@ -178,22 +226,16 @@ class PrefixSaves:
         self._due: dict[int, dict[SharedPrompt, None]] = {}
         # Whether all blocks are still there a few steps after they have filled. Else a block may
         # have left its window, or hold a later state.
-        self._lasting = all(
-            shape.attention_type == "all"
-            or (
-                shape.attention_type == "window"
-                and shape.window > _ANSWER_TOKENS + _TOGETHER * tokens_a_step + groups.tokens_ahead
-            )
-            for shape in groups.shapes
-            if shape.is_cached
-        )
+        cached = [shape for shape in groups.shapes if shape.is_cached]
+        kept_for = _tokens_kept(cached) - _TOGETHER * tokens_a_step - groups.tokens_ahead
+        self._lasting = kept_for > _LEAST_ANSWER_TOKENS
         self._together = _TOGETHER if self._lasting else 1
         # Whether filled blocks may be considered in later steps. A block is recognized then by
         # vLLM's hash, which with a drafter does not cover all that its KV was computed from.
         self._batches = self._lasting and not groups.tokens_ahead
         # Beyond the tokens that fill one block.
         most = max(shape.block_size for shape in groups.shapes)
-        self._answer_tokens = max(0, _ANSWER_TOKENS - most)
+        self._answer_tokens = max(0, min(_ANSWER_TOKENS, kept_for - 1) - most)
         if stores or not self._batches:
             self._answer_tokens = 0
         self._first_looks = cycle(range(0, self._answer_tokens + 1, 5))
@@ -221,17 +263,18 @@ class PrefixSaves:
         # For `Candidate.prompt`, so that waiting blocks of different prompts differ.
         self._prompt_numbers = cycle(range(256))
         self._sent = ExpiringSet[BlockName](_RECENT_S, context.clock)
-        # Blocks that have filled and are not considered yet, by group; how many of them are of
-        # prompts; the step in which the first of them filled, and when they are considered at the
-        # latest if the steps take long; how often blocks were considered; and the prompts that have
-        # ended since.
-        self._filled = [_Column() for _ in groups.shapes]
+        # Blocks that have filled and are not considered yet; how many of them are of prompts; when
+        # they are considered at the latest if the steps take long; and whether steps are
+        # considering them, as many a step as it has time for.
+        self._filled: deque[_Run] = deque()
         self.num_filled = 0
         self._num_of_prompts = 0
-        self._filled_since = 0
         self._consider_at = 0.0
-        self._considered = 0
-        self._over: list[SharedPrompt] = []
+        self._considering = False
+        # The prompts that have ended since, and the number of blocks to be considered before each
+        # is over: counted from the start, as `_num_considered` is.
+        self._over: deque[tuple[SharedPrompt, int]] = deque()
+        self._num_considered = 0
 
     @property
     def has_work(self) -> bool:
@@ -278,30 +321,61 @@ class PrefixSaves:
             self.look_at(prompt, steps)
         if self._host is None:
             return
-        # Not in a step that looks at answers, which takes its time, too.
-        at_leisure = self._step % self._together > 0
-        if self.num_filled and (
-            not scheduled
-            or not self._batches
-            or self._num_of_prompts >= self._many_of_prompts
-            or (at_leisure and (self.num_filled >= self._many or self._is_late()))
-        ):
-            self._consider(meta, self._host)
+        if self.num_filled and (most := self._num_due(computes=bool(scheduled))):
+            self._consider(meta, self._host, most)
         elif self.waiting:
             self._keep_waiting(meta, self._host)
 
+    def _num_due(self, *, computes: bool) -> int:
+        """How many of the filled blocks this step considers."""
+        if not (computes and self._batches):
+            return self.num_filled
+        # Not in a step that looks at answers, which takes its time, too.
+        at_leisure = self._step % self._together > 0
+        if not self._considering:
+            self._considering = self._num_of_prompts >= self._many_of_prompts or (
+                at_leisure and (self.num_filled >= self._many or self._is_late())
+            )
+        if not self._considering or not (at_leisure or self._num_of_prompts):
+            return 0
+        return max(_A_STEP, self.num_filled // _PART_A_STEP)
+
     def _is_late(self) -> bool:
-        steps = self._step - self._filled_since
+        steps = self._step - self._filled[0].step
         return steps >= _LATEST or (steps >= _FEWER_STEPS and self._clock() >= self._consider_at)
 
-    def _consider(self, meta: CopyWork, host: HostBlocks) -> None:
-        """Keep the blocks that have filled since the last time."""
-        filled, over = self._filled, self._over.copy()
-        self.forget_filled()
-        self._considered += 1
-        new = [each.blocks() for each in filled]
+    def _take_filled(self, most: int) -> list[FilledBlocks]:
+        """The filled blocks to consider now, `most` at most, those first that filled first."""
+        columns = [_Column() for _ in self._groups]
+        prompts = set[SharedPrompt]()
+        left = most
+        while left and self._filled:
+            run = self._filled.popleft()
+            if len(run.keys) > left:
+                self._filled.appendleft(run.part(left, None))
+                run = run.part(0, left)
+            count = len(run.keys)
+            left -= count
+            self.num_filled -= count
+            self._num_considered += count
+            if run.of_prompt:
+                self._num_of_prompts -= count
+            prompt = run.prompt
+            if prompt not in prompts:
+                prompts.add(prompt)
+                if not prompt.keeps:
+                    found = (prompt.reached or 0) // self._unit
+                    prompt.number = next(self._prompt_numbers) * DEPTHS + depth_of(found)
+                prompt.keeps += 1 + prompt.hints.keeps_here  # waiting blocks make a second job
+            columns[run.group].add(run)
+        return [each.blocks() for each in columns]
+
+    def _consider(self, meta: CopyWork, host: HostBlocks, most: int) -> None:
+        """Keep blocks that have filled, `most` at most."""
         # Since an earlier step vLLM may have freed blocks, and given them to others.
-        unsure = self._filled_since != self._step
+        unsure = self._filled[0].step != self._step
+        new = self._take_filled(most)
+        self._considering = self.num_filled > 0
         if self.waiting:
             self._keep_waiting(meta, host)
         if self.waiting:  # new blocks that may wait queue up behind
@@ -311,7 +385,8 @@ class PrefixSaves:
             others = [np.setdiff1d(np.arange(len(each)), places) for each, places in pairs]
             new = [each.at(places) for each, places in zip(new, others, strict=True)]
         self._keep(meta.saves, host, new, self._max_held - self.num_held, unsure)
-        for prompt in over:
+        while self._over and self._over[0][1] <= self._num_considered:
+            prompt, _ = self._over.popleft()
             self._leave(prompt)
 
     def look_at(self, prompt: SharedPrompt, steps: int = 1) -> None:
@@ -348,7 +423,7 @@ class PrefixSaves:
         ):
             self._fill(prompt, end, blocks_of)
         if self.num_filled:
-            self._over.append(prompt)
+            self._over.append((prompt, self._num_considered + self.num_filled))
         else:
             self._leave(prompt)
 
@@ -475,8 +550,9 @@ class PrefixSaves:
             {each.block_id for each in blocks[whose][first // shape.block_size :]}
             for shape, whose in zip(self._groups, self._group_ids, strict=True)
         ]
-        for column, ids in zip(self._filled, loaded, strict=True):
-            column.block_ids = [NULL_BLOCK_ID if i in ids else i for i in column.block_ids]
+        for run in self._filled:
+            ids = loaded[run.group]
+            run.block_ids[:] = [NULL_BLOCK_ID if i in ids else i for i in run.block_ids]
         for place, each in enumerate(self.waiting):
             if isinstance(each, Candidate) and each.block_id in loaded[each.group]:
                 self.waiting[place] = replace(each, block_id=NULL_BLOCK_ID)
@@ -603,25 +679,12 @@ class PrefixSaves:
         if not keys:
             return
         if not self.num_filled:
-            self._filled_since = self._step
             self._consider_at = self._clock() + _LATEST_S
-        if prompt.kept_with != self._considered or not prompt.keeps:
-            if not prompt.keeps:
-                found = (prompt.reached or 0) // self._unit
-                prompt.number = next(self._prompt_numbers) * DEPTHS + depth_of(found)
-            prompt.keeps += 1 + prompt.hints.keeps_here  # waiting blocks make a second job
-            prompt.kept_with = self._considered
-        column = self._filled[group]
-        column.keys += keys
-        column.hashes += hashes
-        column.block_ids += block_ids
-        count = len(keys)
-        column.runs.append((count, prompt.number, prompt.tenant))
-        column.hints.append(prompt.hints)
-        column.hinted = column.hinted or prompt.hints is not NO_HINTS
-        self.num_filled += count
-        if not prompt.answers:
-            self._num_of_prompts += count
+        of_prompt = not prompt.answers
+        self._filled.append(_Run(group, prompt, of_prompt, self._step, keys, hashes, block_ids))
+        self.num_filled += len(keys)
+        if of_prompt:
+            self._num_of_prompts += len(keys)
 
     def _save(
         self,
@@ -708,10 +771,21 @@ class PrefixSaves:
 
     def forget_filled(self) -> None:
         """Consider nothing that has filled until now."""
-        self._filled = [_Column() for _ in self._groups]
+        self._filled.clear()
         self.num_filled = 0
         self._num_of_prompts = 0
+        self._considering = False
         self._over.clear()
+
+
+def _tokens_kept(shapes: Sequence[GroupShape]) -> int:
+    """Tokens for which a request keeps a block of each of these groups as it is after it has
+    filled: 0 if a recurrent state is among them, which may be overwritten."""
+    passing = [shape for shape in shapes if shape.attention_type != "all"]
+    return min(
+        (shape.window if shape.attention_type == "window" else 0 for shape in passing),
+        default=_NEVER,
+    )
 
 
 def _all_there(group: int, blocks: FilledBlocks) -> NDArray[np.bool_]:

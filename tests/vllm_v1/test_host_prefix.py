@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import threading
 
@@ -11,6 +12,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from omni_connector.errors import PeerUnreachableError
 from omni_connector.prefix import neighbours as module
+from omni_connector.prefix import saves
 from omni_connector.prefix.hints import Candidate
 from omni_connector.prefix.neighbours import HostNeighbours
 from omni_connector.runtime.context import PROCESS_CONTEXT
@@ -775,6 +777,30 @@ def test_what_has_filled_is_kept_though_the_engine_does_not_rest(busy, sharer):
     busy.run(lambda: kept(busy) == 8)
     assert busy.scheduler.running
     assert brought(sharer, SHORT) == 8
+
+
+@pytest.mark.parametrize("most", [3, 100], ids=["few a step", "all at once"])
+def test_what_has_filled_is_kept_in_parts_and_its_end_goes_first(sharer, monkeypatch, most):
+    monkeypatch.setattr(saves, "_MANY_OF_PROMPTS", 8)
+    monkeypatch.setattr(saves, "_A_STEP", most)
+    alone = sharer(extra=slots(48), usable_blocks=120, instant_copies=True)
+    alone.submit(prompt(3, seed=9), max_tokens=100, params=hints(cache="no"))
+    request_id = alone.submit(LONG, max_tokens=1)
+    alone.run(lambda: new(alone) or kept(alone))
+    left = [20, new(alone)]
+    while left[-1]:
+        alone.step()
+        left.append(new(alone))
+    assert [before - now for before, now in itertools.pairwise(left)] == (
+        [5, 3, 3, 3, 3, 3] if most == 3 else [20]
+    )
+    alone.run(lambda: kept(alone) == 20)
+    assert alone.done(request_id)
+    assert alone.scheduler.running
+    pool = inspection.pool(alone.half)
+    with pool.lock:
+        pool.let_go(pool._new(pool._num_free + 5))
+    assert brought(sharer) == 15
 
 
 def test_an_engine_rests_with_nothing_that_has_filled_after_a_reset(sharer):

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 
+from omni_connector.prefix import saves
 from omni_connector.prefix.thinking import ThinkingTokens
 from omni_connector.vllm_v1.compat import thinking_tokens
 from tests.toy import BLOCK
@@ -54,7 +55,8 @@ def test_an_answer_is_kept_up_to_its_first_thought(answered, place):
     assert made.count("answers_cut") == 1
 
 
-def test_an_answer_that_is_computed_anew_after_new_weights_counts_once(engine):
+def test_an_answer_that_is_computed_anew_after_new_weights_counts_once(engine, monkeypatch):
+    monkeypatch.setattr(saves, "_ANSWER_TOKENS", 2 * BLOCK)  # it is looked at before it ends
     place = THOUGHT["later"]
     tokens = engine(None).generate(ASKED, ANSWER).tokens
     made = engine("kv_both", extra=EXTRA, thinking=(tokens[place], CLOSED), instant_copies=True)

@@ -291,7 +291,7 @@ HINTS: Final = (
         "blocks that earlier steps have filled are copied although vLLM has given them to others",
         (
             "omni_connector.prefix.saves",
-            "        unsure = self._filled_since != self._step\n",
+            "        unsure = self._filled[0].step != self._step\n",
             "        unsure = False\n",
         ),
     ),
