@@ -49,7 +49,7 @@ def features(place: Path, *arguments: str) -> set[str]:
 
 def test_what_is_taken_away_is_not_there_for_children_either(tmp_path: Path) -> None:
     if "cpuid_fault" not in Path("/proc/cpuinfo").read_text().split():
-        pytest.skip("this CPU's CPUID cannot fault")
+        pytest.skip("this CPU cannot pose as another: no `cpuid_fault` in /proc/cpuinfo")
     if shutil.which(os.environ.get("CC", "cc")) is None:
         pytest.skip("there is no C compiler")
     haswell = features(tmp_path, "avx2")

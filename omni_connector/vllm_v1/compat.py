@@ -174,7 +174,14 @@ def loaded_and_waiting(scheduler: Any) -> list["Request"]:
     waiting = getattr(scheduler, "kv_holding_waiting", None)  # from 0.31 on
     if waiting is not None:
         return [each for each in waiting if each.status == RequestStatus.WAITING]
-    return [scheduler.requests[each] for each in scheduler.finished_recving_kv_req_ids]
+    told = [scheduler.requests[each] for each in scheduler.finished_recving_kv_req_ids]
+    # Once vLLM has seen that it was loaded, a request waits among those that hold nothing.
+    seen = [
+        each
+        for each in (*scheduler.waiting, *scheduler.skipped_waiting)
+        if each.status == RequestStatus.WAITING and each.num_computed_tokens
+    ]
+    return [*told, *seen]
 
 
 def most_blocks_of_a_prompt(

@@ -83,7 +83,7 @@ def test_reserved_pages_that_are_not_there_are_an_error_that_says_what_to_do() -
 
 def test_an_arena_of_reserved_pages_is_read_by_a_peer() -> None:
     if pool().free < 2:
-        pytest.skip("no huge pages are reserved on this machine")
+        pytest.skip("no huge pages are reserved: /proc/sys/vm/nr_hugepages is 0, or they are taken")
     with Arena.create(4, 4096, huge_pages="hugetlb", prefault=True) as arena:
         arena.begin_write(3, 1)
         arena.slots[3] = 7

@@ -115,8 +115,8 @@ def check(command: list[str]) -> None:
 
     try:
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    except ImportError:  # before 0.32
-        from vllm.entrypoints.openai.cli_args import make_arg_parser
+    except ImportError:  # from vLLM 0.33 on
+        from vllm.entrypoints.common.cli_args import make_arg_parser
 
     if program == "vllm":
         assert words[:2] == ["serve", "MODEL"]

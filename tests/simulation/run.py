@@ -152,7 +152,7 @@ def _run(cluster: Cluster, plan: Plan, errors: "_Errors") -> None:
                 before[engine] = sizes(engine)
         late = cluster.overdue()
         if late is not None and (
-            (late.engine.stalled and _stalls_by_itself(late.engine.shape, plan))
+            (late.engine.stalled and _stalls_by_itself(late.engine, plan))
             or late.engine.has_lost(late.request_id)
         ):
             cluster.give_up(late)
@@ -172,11 +172,14 @@ def _run(cluster: Cluster, plan: Plan, errors: "_Errors") -> None:
     _nothing_is_left(cluster, before)
 
 
-def _stalls_by_itself(shape: EngineShape, plan: Plan) -> bool:
+def _stalls_by_itself(engine: SimulatedEngine, plan: Plan) -> bool:
     """Whether vLLM may give all blocks to requests that wait: to streaming sessions, or to loads of
-    another connector."""
+    another connector. Before 0.31 a request of a higher priority for which there is no room also
+    stands in the way of those whose KV was loaded."""
     sessions = any(event.what == "converse" or event.how.get("session") for event in plan.events)
-    return sessions or bool(shape.beside)
+    drains_loaded = hasattr(engine.scheduler, "kv_holding_waiting")
+    overtaken = engine.shape.priorities and not drains_loaded
+    return sessions or bool(engine.shape.beside) or overtaken
 
 
 def _settle(cluster: Cluster, plan: Plan, look: Any) -> None:

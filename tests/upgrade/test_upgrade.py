@@ -127,15 +127,20 @@ def _refusal(name: str, raw: bytes) -> str:
     return ""
 
 
-@pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize("name", sorted(wire.FILES))
+# A release has no fixture of what came after it.
+WRITTEN = [
+    (release, name)
+    for name in sorted(wire.FILES)
+    for release in RELEASES
+    if (FIXTURES / release / f"{name}.bin").exists()
+]
+
+
+@pytest.mark.parametrize(("release", "name"), WRITTEN)
 def test_what_a_release_wrote_is_understood_or_refused_by_both_versions(
     release: str, name: str
 ) -> None:
-    path = FIXTURES / release / f"{name}.bin"
-    if not path.exists():
-        pytest.skip(f"{release} had no {name}")
-    line = _refusal(name, path.read_bytes())
+    line = _refusal(name, (FIXTURES / release / f"{name}.bin").read_bytes())
     if name in REFUSALS:
         assert "the peer refuses: no" in line
     elif line:

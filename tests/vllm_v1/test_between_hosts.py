@@ -72,18 +72,29 @@ def test_in_one_runtime_folder_neither_peers_nor_key_are_asked_for(engine, token
     assert_clean(prefill, decode)
 
 
-def dead_control_socket(engine_id: str) -> None:
-    """Leave the socket of an engine that was killed on this host, and runs on another one now."""
-    folder = runtime_dir(ASKS["namespace"])
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(socket_path(folder, f"control:{engine_id}")))
+@pytest.fixture
+def kill(engine):
+    """Leaves the socket of an engine that was killed on this host, and runs on another one now.
+
+    An engine that finds a peer gone sweeps its folder, unless it is stopped before: see `engine`.
+    """
+    left = []
+
+    def leave(engine_id: str) -> None:
+        left.append(socket_path(runtime_dir(ASKS["namespace"]), f"control:{engine_id}"))
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(left[-1]))
+
+    yield leave
+    for path in left:
+        path.unlink(missing_ok=True)
 
 
-def test_a_socket_that_refuses_is_no_reason_not_to_ask_over_tcp(engine, tokens, key_file):
+def test_a_socket_that_refuses_is_no_reason_not_to_ask_over_tcp(engine, tokens, key_file, kill):
     prefill = engine("kv_producer", extra={**SERVES, "key_file": key_file})
     decode = engine("kv_consumer", extra={**ASKS, "key_file": key_file})
     params = offered(prefill)
-    dead_control_socket(params["remote_engine_id"])
+    kill(params["remote_engine_id"])
     assert decode.generate(PROMPT, 6, params=params).tokens == tokens(PROMPT, 6)
     assert decode.count("handoffs_received") == 1
     assert decode.failures() == {}
@@ -91,12 +102,12 @@ def test_a_socket_that_refuses_is_no_reason_not_to_ask_over_tcp(engine, tokens, 
 
 
 def test_where_tcp_is_not_allowed_a_socket_that_refuses_is_an_engine_that_is_gone(
-    engine, tokens, key_file
+    engine, tokens, key_file, kill
 ):
     prefill = engine("kv_producer", extra={**SERVES, "key_file": key_file})
     decode = engine("kv_consumer", extra={**ASKS, "peers": []})
     params = offered(prefill)
-    dead_control_socket(params["remote_engine_id"])
+    kill(params["remote_engine_id"])
     assert_computed_here(decode, tokens, params, "peer_unreachable")
 
 

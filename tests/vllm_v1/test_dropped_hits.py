@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(
         not hasattr(AuxOutputSchedulerConnector, "cap_external_hit"),
-        reason="before vLLM 0.33 it takes all of them, and knows no experts of their tokens",
+        reason="vLLM before 0.33 takes every hit whole: it has no `cap_external_hit`",
     ),
 ]
 

@@ -38,6 +38,7 @@ from omni_connector.errors import (
     StaleSlotError,
     TransportError,
 )
+from omni_connector.testing import FakeClock
 from omni_connector.testing.conformance import TransportConformance, publish, read
 from omni_connector.transports.base import Endpoint, RemoteArena
 from omni_connector.transports.mooncake import engine as mooncake_engine
@@ -200,8 +201,9 @@ def test_memory_of_failed_reads_is_bounded(
     open_connector: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_pool, "MAX_PEER_BYTES", 8 * 4096)
-    monkeypatch.setattr(memory_pool, "QUARANTINE_S", 1.0)
     owner, other, reader = open_connector(), open_connector(), open_connector()
+    clock = FakeClock()
+    monkeypatch.setattr(reader._engine.pool, "_clock", clock)
     with Arena.create(1, 4096) as arena, Arena.create(1, 4096) as second:
         publish(arena, 0, 1, b"content")
         publish(second, 0, 1, b"other")
@@ -218,7 +220,7 @@ def test_memory_of_failed_reads_is_bounded(
         assert found["quarantined_bytes"] == 8 * 4096
         with reader.attach(other.export(second, "b"), timeout=WAIT_S) as remote:
             assert read(remote, 0, 1).tobytes() == b"other"
-        time.sleep(1.1)
+        clock.advance(memory_pool.QUARANTINE_S)
         with reader.attach(endpoint, timeout=WAIT_S) as remote:
             assert read(remote, 0, 1).tobytes() == b"content"
         found = reader.health()
