@@ -399,6 +399,20 @@ def read_each(folder: Path) -> tuple[dict[Path, EngineStatus], list[str]]:
     return found, remarks
 
 
+def read_file(path: Path) -> EngineStatus | None:
+    """What one living engine says, by the path that `read_each` gives; None if it has ended.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it says nothing sensible.
+    """
+    fd = _of_living(path)
+    if fd is None:
+        return None
+    with open(fd, "rb") as file:
+        return _decoded(file.read(MAX_BYTES + 1))
+
+
 def sweep(folder: Path) -> None:
     """Remove the files of dead engines, and orders to them.
 

@@ -107,6 +107,7 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
                 self._config, vllm_config, kv_cache_config, self._surroundings()
             )
             self._call_directly(
+                has_connector_metadata=self._worker_half.follows_layers,
                 wait_for_save=self._worker_half.start_saves,
                 get_block_ids_with_load_errors=self._worker_half.take_bad_block_ids,
             )
@@ -321,8 +322,7 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         """Whether vLLM's attention layers have to call `save_kv_layer` in this step.
 
         They ask this first, and call neither hook of a layer if not."""
-        half = self._worker_half
-        return half is not None and half.forward is not None
+        return self._worker.follows_layers()
 
     def clear_connector_metadata(self) -> None:
         self._worker.clear()
@@ -359,6 +359,8 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
             self._worker.start_saves()
         self._worker.collect()
         finished, failed = self._worker.take_finished_loads()
+        if not finished:  # most often
+            return KVConnectorTransferResults()
         return KVConnectorTransferResults(
             finished_sending=set(),
             finished_recving=finished,

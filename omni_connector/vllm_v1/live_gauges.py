@@ -3,22 +3,24 @@
 
 vLLM carries what an engine counts to the API server with the output of a step, and an idle engine
 makes none: the gauges would show the end of its last step until the next one. The engine's status
-file, which its control channel writes, is newer then. A thread of the API server reads it. Just
-after a step the file is the older one: it is believed from its next writing on.
+file, which its control channel writes, is newer then. A thread of the API server looks whether it
+was written anew, and reads it. Just after a step the file is the older one: it is believed from its
+next writing on.
 
 An engine core on another host has no file here. Its gauges are those of its last step.
 """
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from omni_connector.errors import OmniError
 from omni_connector.net.runtime import namespace_dir
-from omni_connector.net.status import SIGN_OF_LIFE_S, read
+from omni_connector.net.status import SIGN_OF_LIFE_S, EngineStatus, read_each, read_file
 
 POLL_S: Final = 0.3
 """Seconds between two looks. With the engine's own delay the gauges are at most a second old."""
@@ -47,6 +49,10 @@ class LiveGauges:
         self._gauges = gauges
         self._shown: dict[str, dict[str, int]] = {}
         self._stepped: dict[str, float] = {}
+        self._just_stepped: set[str] = set()
+        # By engine, its file, and the inode and time of what was last read of it.
+        self._files: dict[str, Path] = {}
+        self._read: dict[str, tuple[int, int]] = {}
 
     def start(self) -> threading.Thread:
         """Refresh them from now on, until this object is collected or the process ends."""
@@ -58,28 +64,63 @@ class LiveGauges:
         thread.start()
         return thread
 
-    def refresh(self) -> bool:
-        """Set the gauges of each engine whose usage has changed; whether any engine has a file."""
+    def look(self) -> bool:
+        """As `refresh`, but for engines that have made a step since the last look, whose gauges are
+        right."""
+        stepped, self._just_stepped = self._just_stepped, set()
+        return self.refresh(stepped)
+
+    def refresh(self, but: Collection[str] = ()) -> bool:
+        """Set the gauges of each engine whose usage has changed; whether any engine has a file.
+
+        Args:
+            but: engines that are left out.
+        """
+        if self._gauges.keys() - self._files.keys():
+            self._search()
+        for engine_id, path in list(self._files.items()):
+            if engine_id not in but and (engine := self._news(engine_id, path)) is not None:
+                self._show(engine)
+        return bool(self._files)
+
+    def _search(self) -> None:
+        """Find the files of the engines. An engine keeps its file until it ends."""
         try:
-            engines, _ = read(namespace_dir(self._namespace))
+            found, _ = read_each(namespace_dir(self._namespace))
         except (OmniError, OSError):  # no engine has made the folder yet
-            return False
-        found = False
-        for engine in engines:
-            gauges = self._gauges.get(engine.engine_id)
-            if gauges is None:
-                continue
-            found = True
-            older = self._stepped.get(engine.engine_id, 0.0) - engine.written
-            # A file that is older by more than an engine's silence shows a clock that was set back.
-            if 0 < older < SIGN_OF_LIFE_S:
-                continue
-            values = msgspec.structs.asdict(engine.usage) | engine.service.gauges
-            if self._shown.get(engine.engine_id) != values:
-                self._shown[engine.engine_id] = values
-                for name, gauge in gauges.items():
-                    gauge.set(values[name])
-        return found
+            return
+        for path, engine in found.items():
+            if engine.engine_id in self._gauges:
+                self._files[engine.engine_id] = path
+
+    def _news(self, engine_id: str, path: Path) -> EngineStatus | None:
+        """What an engine's file says, if it was written since the last call."""
+        try:
+            there = path.stat()
+            version = there.st_ino, there.st_mtime_ns
+            if self._read.get(engine_id) == version:
+                return None
+            # Before the file is read: a step may come meanwhile, after which it counts anew.
+            self._read[engine_id] = version
+            engine = read_file(path)
+        except (OSError, ValueError, RecursionError):
+            engine = None
+        if engine is None or engine.engine_id != engine_id:
+            del self._files[engine_id]
+            self._read.pop(engine_id, None)
+            return None
+        return engine
+
+    def _show(self, engine: EngineStatus) -> None:
+        older = self._stepped.get(engine.engine_id, 0.0) - engine.written
+        # A file that is older by more than an engine's silence shows a clock that was set back.
+        if 0 < older < SIGN_OF_LIFE_S:
+            return
+        values = msgspec.structs.asdict(engine.usage) | engine.service.gauges
+        if self._shown.get(engine.engine_id) != values:
+            self._shown[engine.engine_id] = values
+            for name, gauge in self._gauges[engine.engine_id].items():
+                gauge.set(values[name])
 
     def step(self, engine_id: str, taken: float) -> None:
         """A step has set the gauges of an engine: what its file said before no longer counts.
@@ -89,7 +130,9 @@ class LiveGauges:
             taken: when the values were taken, in seconds of Unix time, by the engine's clock.
         """
         self._stepped[engine_id] = taken
+        self._just_stepped.add(engine_id)
         self._shown.pop(engine_id, None)
+        self._read.pop(engine_id, None)
 
 
 def _keep(reference: "weakref.ref[LiveGauges]", collected: threading.Event) -> None:
@@ -97,6 +140,6 @@ def _keep(reference: "weakref.ref[LiveGauges]", collected: threading.Event) -> N
         gauges: Any = reference()
         if gauges is None:
             return
-        found = gauges.refresh()
+        found = gauges.look()
         del gauges  # or nobody could collect it
         collected.wait(POLL_S if found else _SLOW_POLL_S)

@@ -50,6 +50,14 @@ class OmniConnectorMetadata(KVConnectorMetadata):
     weights_asked: int = 0
     void: tuple[list[int], list[int]] = ([], [])
 
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        # Each step is pickled, and most steps have no work: then half the bytes in half the time.
+        cls = type(self)
+        if not (self.saves or self.loads or self.cancel or self.weights_asked or self.void[0]):
+            return cls, ({}, {}, [], True) if self.idle else ()
+        fields = self.saves, self.loads, self.cancel, self.idle, self.weights_asked, self.void
+        return cls, fields
+
 
 @dataclass(slots=True)
 class OmniWorkerMetadata(KVConnectorWorkerMetadata):

@@ -384,6 +384,10 @@ class OmniWorker:
         if metadata.saves and SaveSpec in map(type, metadata.saves.values()):
             self.forward = Forward(self._repeated_layers)
 
+    def follows_layers(self) -> bool:
+        """Whether a save of this step follows the forward pass."""
+        return self.forward is not None
+
     def clear(self) -> None:
         """End of a step: whatever the runner did not start by itself starts now."""
         if self.loads_left:

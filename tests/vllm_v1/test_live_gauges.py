@@ -22,6 +22,7 @@ from omni_connector.net.status import (  # noqa: E402
     EngineStatus,
     StatusFile,
     Usage,
+    read_file,
 )
 from omni_connector.vllm_v1 import live_gauges  # noqa: E402
 from omni_connector.vllm_v1.live_gauges import LiveGauges  # noqa: E402
@@ -103,6 +104,43 @@ def test_a_file_from_before_the_step_changes_nothing(
     engine(written=begin + 2.0, leases=2)
     gauges.refresh()
     assert told.value == 2
+
+
+def test_a_file_is_read_once_for_each_writing(
+    engine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+
+    def counted(path: Path) -> EngineStatus | None:
+        read.append(path)
+        return read_file(path)
+
+    monkeypatch.setattr(live_gauges, "read_file", counted)
+    told = Told()
+    gauges = LiveGauges("default", {"a": {"leases": told}})
+    engine(leases=3)
+    for _ in range(5):
+        gauges.look()
+    assert (told.value, len(read)) == (3, 1)
+    gauges.step("a", taken=0.0)
+    gauges.look()  # the step has just told the gauges
+    assert len(read) == 1
+    gauges.look()
+    assert len(read) == 2
+
+
+def test_an_engine_that_starts_anew_is_found(engine: Callable[..., None]) -> None:
+    told = Told()
+    gauges = LiveGauges("default", {"a": {"leases": told}})
+    former = StatusFile(runtime_dir("default"))
+    status = EngineStatus(engine_id="a", role="kv_both", model="m", usage=Usage(leases=7))
+    former.write(msgspec.json.encode(status))
+    gauges.refresh()
+    former.close()
+    gauges.refresh()
+    engine(leases=1)
+    gauges.refresh()
+    assert told.value == 1
 
 
 @pytest.fixture
