@@ -3,13 +3,16 @@
 
 The turns of `traces.dialogues` go to one engine, or to two in turn, which share through arenas, or
 through the files of a folder alone. Each turn sends
-all that was said before. Engines are vLLM's scheduler and both halves of the connector, in this
+all that was said before; or all but the first half of each answer, as templates of chats do that
+leave out thoughts. Engines are vLLM's scheduler and both halves of the connector, in this
 process, around the toy model of the tests, with one group of full attention and three with states.
-Each configuration is replayed twice: with tails (`prefix.tails`), and with full blocks alone.
+Each configuration is replayed three times: with full blocks alone, with the ends of requests within
+blocks (`prefix.tails`), and with the ends of prompts, too.
 
-    python benchmarks/partial_tails.py [--sessions 8] [--turns 10] [--quick]
+    python benchmarks/partial_tails.py [--sessions 8] [--turns 10] [--quick] [--without-thoughts]
 
-writes results/partial_tails.md beside this file. The exit status is 1 if an answer was wrong.
+writes results/partial_tails.md beside this file, or results/prompt_tails.md of turns that leave out
+thoughts. The exit status is 1 if an answer was wrong.
 """
 
 import argparse
@@ -20,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 from unittest import mock
 
 from traces import Turn, dialogues
@@ -28,6 +31,7 @@ from traces import Turn, dialogues
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from omni_connector.prefix.saves import PrefixSaves  # noqa: E402
 from omni_connector.vllm_v1 import assembly  # noqa: E402
 from tests import inspection, toy  # noqa: E402
 from tests.vllm_v1.harness import GIB, InProcessEngine, wait  # noqa: E402
@@ -45,6 +49,28 @@ SHARED_TOKENS: Final = 400
 """Tokens with which all conversations begin."""
 
 
+UNIT: Final = 16
+"""Tokens of `--prefix-match-unit`, where it is set."""
+
+PROMPT_ENDS: Final = {
+    "_keep_prompt": lambda *args: None,
+    "keep_boundary": lambda *args: None,
+}
+"""Takes the place of what keeps the ends of prompts."""
+
+OPENED: Final = (1, 2)
+"""Tokens with which a template opens thoughts at the end of a prompt."""
+
+Template = Literal["whole", "without thoughts", "thoughts opened"]
+"""A turn repeats all that was said before; it leaves out the first half of each answer; or each
+prompt ends with `OPENED`, too, which the next turn leaves out with the half of the answer."""
+
+THOUGHTS: Final[tuple[Template, ...]] = ("without thoughts", "thoughts opened")
+
+Keeping = Literal["full blocks", "ends of requests", "ends of prompts"]
+"""What is kept, each with those before it. The last one is all that the connector keeps."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One configuration.
@@ -54,18 +80,23 @@ class Setting:
         engines: how many take turns.
         slots: of an arena; 0 for as many as are asked for.
         stores: whether they share through a folder, and have no arenas.
+        template: what the next turn repeats of a turn.
+        match_unit: `--prefix-match-unit`; 0: as vLLM chooses it.
     """
 
     block_size: int
     engines: int
     slots: int = 0
     stores: bool = False
+    template: "Template" = "whole"
+    match_unit: int = 0
 
     def __str__(self) -> str:
         arena = f", {self.slots} slots each" if self.slots else ""
         if self.stores:
             arena = ", a folder in place of arenas"
-        return f"{self.block_size:,} tokens | {self.engines}{arena}"
+        unit = f", `--prefix-match-unit {self.match_unit}`" if self.match_unit else ""
+        return f"{self.block_size:,} tokens | {self.engines}{arena}{unit}"
 
 
 @dataclass(slots=True)
@@ -74,7 +105,8 @@ class Counted:
 
     Attributes:
         all: of all prompts.
-        known: of the turn before in the same conversation, all but the last of its answer.
+        known: of the turn before in the same conversation, those that the turn repeats from the
+            beginning on, and that were computed.
         cached: in vLLM's own cache.
         loaded: from arenas or the folder.
     """
@@ -91,19 +123,25 @@ class Counted:
 
 
 @contextmanager
-def engines_of(setting: Setting, model: Path, *, tails: bool) -> Iterator[list[InProcessEngine]]:
+def engines_of(setting: Setting, model: Path, keeping: Keeping) -> Iterator[list[InProcessEngine]]:
     """Engines that have met."""
     kinds = toy.GROUPS[FAMILY]
     slot = setting.block_size * toy.HEADS * 2 * toy.HEAD_SIZE * 2 * toy.LAYERS
     slot = -(-slot // 4096) * 4096
     size = setting.slots * slot if setting.slots else PLENTY
-    keeps = assembly.keeps_tails if tails else lambda groups: False
+    keeps = (lambda groups: False) if keeping == "full blocks" else assembly.keeps_tails
+    methods = {name: getattr(PrefixSaves, name) for name in PROMPT_ENDS}
+    if keeping != "ends of prompts":
+        methods = PROMPT_ENDS
     made: list[InProcessEngine] = []
     extra: dict[str, Any] = {"share": True, "arena_gib": size / GIB}
     if setting.stores:
         folder = tempfile.mkdtemp(dir=model.parent)
         extra = {"store": {"path": folder, "gib": 4, "lookup_timeout_s": 30}}
-    with mock.patch.object(assembly, "keeps_tails", keeps):
+    with (
+        mock.patch.object(assembly, "keeps_tails", keeps),
+        mock.patch.multiple(PrefixSaves, **methods),
+    ):
         try:
             for _ in range(setting.engines):
                 made.append(
@@ -114,6 +152,7 @@ def engines_of(setting: Setting, model: Path, *, tails: bool) -> Iterator[list[I
                         family=FAMILY,
                         block_size=setting.block_size,
                         usable_blocks=100 * len(kinds),
+                        match_unit=setting.match_unit,
                         instant_copies=True,
                     )
                 )
@@ -134,7 +173,11 @@ def answered(engine: Any, prompt: Sequence[int], tokens: int) -> list[int]:
 
 
 def replay(
-    setting: Setting, turns: Sequence[Turn], model: Path, expected: list[list[int]], *, tails: bool
+    setting: Setting,
+    turns: Sequence[Turn],
+    model: Path,
+    expected: list[list[int]],
+    keeping: Keeping,
 ) -> Counted:
     """Send all turns, each when the one before is answered.
 
@@ -147,12 +190,16 @@ def replay(
     counted = Counted()
     shared = [VOCABULARY[(7 * at) % len(VOCABULARY)] for at in range(SHARED_TOKENS)]
     said: dict[int, list[int]] = {}
+    repeated: dict[int, int] = {}
     first = not expected
-    with engines_of(setting, model, tails=tails) as engines:
+    with engines_of(setting, model, keeping) as engines:
         number = 0
         for turn in turns:
             before = said.get(turn.session, shared)
             prompt = before + turn.question
+            repeats = len(prompt)
+            if setting.template == "thoughts opened":
+                prompt += OPENED
             if len(prompt) + turn.answer > LONGEST:
                 continue
             answer = answered(engines[number % len(engines)], prompt, turn.answer)
@@ -163,8 +210,13 @@ def replay(
             elif answer != expected[number]:
                 raise ValueError(f"{setting}: turn {number} is answered wrong")
             counted.all += len(prompt)
-            counted.known += len(before) - 1 if turn.session in said else 0
-            said[turn.session] = prompt + answer
+            counted.known += repeated.get(turn.session, 0)
+            if setting.template == "whole":
+                said[turn.session] = prompt + answer
+                repeated[turn.session] = len(prompt) + len(answer) - 1
+            else:
+                said[turn.session] = prompt[:repeats] + answer[len(answer) // 2 :]
+                repeated[turn.session] = repeats
             number += 1
         for each in engines:
             counted.cached += each.count("tokens_cached")
@@ -179,6 +231,7 @@ def main() -> int:
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--without-thoughts", action="store_true")
     options = parser.parse_args()
     sessions, most = (3, 4) if options.quick else (options.sessions, options.turns)
     turns = dialogues(sessions, most, VOCABULARY)
@@ -186,45 +239,88 @@ def main() -> int:
     settings = [Setting(size, count) for size in BLOCKS for count in (1, 2)]
     settings.append(Setting(BLOCKS[0], 2, slots=60))
     settings += [Setting(size, 2, stores=True) for size in BLOCKS]
-    expected: list[list[int]] = []
+    if options.without_thoughts:
+        settings = [
+            Setting(size, 2, template=template, match_unit=unit)
+            for template in THOUGHTS
+            for size in BLOCKS
+            for unit in (0, UNIT)
+        ]
+    # Where answers are repeated, the ends of prompts are of no use.
+    keepings = [each for each in COLUMNS if options.without_thoughts or each != "ends of requests"]
+    expected: dict[Template, list[list[int]]] = {each: [] for each in get_args(Template)}
     rows = []
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as runtime:
         os.environ["OMNI_CONNECTOR_RUNTIME_DIR"] = runtime
         model = toy.write_model(Path(tempfile.mkdtemp(dir=runtime)))
         for setting in settings:
-            before = replay(setting, turns, model, expected, tails=False)
-            after = replay(setting, turns, model, expected, tails=True)
-            rows.append((setting, before, after))
-            print(setting, before, after, flush=True)
-    write(rows, sessions, most)
+            counts = [
+                replay(setting, turns, model, expected[setting.template], keeping)
+                for keeping in keepings
+            ]
+            rows.append((setting, counts))
+            print(setting, *counts, flush=True)
+    name = "prompt_tails" if options.without_thoughts else "partial_tails"
+    write(name, keepings, rows, sessions, most)
     return 0
 
 
-def write(rows: Sequence[tuple[Setting, Counted, Counted]], sessions: int, turns: int) -> None:
-    """Write results/partial_tails.md."""
+COLUMNS: Final[dict[Keeping, str]] = {
+    "full blocks": "hits, full blocks alone",
+    "ends of requests": "hits, with ends of requests",
+    "ends of prompts": "hits, with tails",
+}
+
+HEADS: Final[dict[Template, str]] = {
+    "whole": "Each turn repeats the answers token by token.",
+    "without thoughts": "Each turn leaves out the first half of each answer, as templates do with "
+    "thoughts. Counted are hits among the tokens of the prompt before.",
+    "thoughts opened": f"The same, and each prompt ends with {len(OPENED)} tokens that open the "
+    "thoughts, which the next turn leaves out as well.",
+}
+
+
+def write(
+    name: str,
+    keepings: Sequence[Keeping],
+    rows: Sequence[tuple[Setting, list[Counted]]],
+    sessions: int,
+    turns: int,
+) -> None:
+    """Write the page of this name in results/."""
+    option = " --without-thoughts" if name == "prompt_tails" else ""
     lines = [
-        "# Hits within blocks, in conversations",
+        "# Hits within blocks, in conversations" + (" without thoughts" if option else ""),
         "",
-        "`python benchmarks/partial_tails.py`: counts, which depend on no speed.",
+        f"`python benchmarks/partial_tails.py{option}`: counts, which depend on no speed.",
         "",
         f"{sessions} conversations of {turns} turns, {LONGEST:,} tokens at most, with questions "
         "and answers as long as in LMSYS-Chat-1M on average, behind "
-        f"{SHARED_TOKENS} tokens that all begin with. Each turn repeats the answers token by "
-        "token. "
+        f"{SHARED_TOKENS} tokens that all begin with. "
         "A hit is a token of a prompt that is not computed, here in percent of the tokens that the "
-        "turn before had computed. Hits in vLLM's own cache, which holds all full blocks of an "
-        "engine, are counted, too.",
+        "turn before had computed and that are repeated. Hits in vLLM's own cache, which holds all "
+        "full blocks of an engine, are counted, too, so that there may be more than 100 %.",
         "",
-        "| blocks | engines | hits, full blocks alone | hits, with tails | computed tokens |",
-        "|---|---|---:|---:|---:|",
     ]
-    for setting, before, after in rows:
-        hits = [f"{100 * (of.cached + of.loaded) / of.known:.1f} %" for of in (before, after)]
-        left = f"{before.computed:,} → {after.computed:,}"
-        lines.append(f"| {setting} | {hits[0]} | {hits[1]} | {left} |")
-    lines.append("")
+    for template, head in HEADS.items():
+        if template not in {setting.template for setting, _ in rows}:
+            continue
+        lines += [
+            head,
+            "",
+            f"| blocks | engines | {' | '.join(map(COLUMNS.__getitem__, keepings))} | "
+            "computed tokens |",
+            f"|---|---|{'---:|' * len(keepings)}---:|",
+        ]
+        for setting, counts in rows:
+            if setting.template != template:
+                continue
+            hits = [f"{100 * (of.cached + of.loaded) / of.known:.1f} %" for of in counts]
+            left = " → ".join(f"{of.computed:,}" for of in counts)
+            lines.append(f"| {setting} | {' | '.join(hits)} | {left} |")
+        lines.append("")
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "partial_tails.md").write_text("\n".join(lines))
+    (RESULTS / f"{name}.md").write_text("\n".join(lines))
 
 
 if __name__ == "__main__":

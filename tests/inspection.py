@@ -431,9 +431,9 @@ def looked_at(half: "OmniScheduler", request_id: str) -> list[int]:
     return prompt.sent if prompt is not None else [0] * len(shared._groups)
 
 
-def tail(half: "OmniScheduler", request: Any) -> list[bytes]:
-    """Return the names under which an engine may keep or store the tail of a request that has
-    ended, without adapter; none if it keeps none."""
+def tail(half: "OmniScheduler", request: Any, end: int) -> list[bytes]:
+    """Return the names under which an engine may keep or store the tail of the first `end` tokens
+    of a request, without adapter; none if it keeps none."""
     from omni_connector.prefix.hints import NO_HINTS
     from omni_connector.prefix.prompts import SharedPrompt
 
@@ -450,10 +450,15 @@ def tail(half: "OmniScheduler", request: Any) -> list[bytes]:
         tenant=0,
         hints=NO_HINTS,
     )
-    end = request.num_computed_tokens
     name = shared._tails.name(prompt, end)
     mark = shared._tails.mark(prompt, end)
     return [] if name is None or mark is None else [name, mark]
+
+
+def prompt_ends(half: "OmniScheduler", request: Any) -> set[int]:
+    """Return the tokens at which a tail may end that is kept of a prompt while its request runs."""
+    unit, tokens = half._hash_block_size, request.num_prompt_tokens
+    return {tokens, (tokens - 1) // unit * unit if unit else 0}
 
 
 def now(half: "OmniScheduler") -> float:

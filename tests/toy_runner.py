@@ -169,16 +169,18 @@ class ToyRunner:
         copied."""
         if step.new_block_ids_to_zero:
             self.launch(partial(self._zero, np.asarray(step.new_block_ids_to_zero)))
-        for each in step.kv_cache_block_copies or ():
-            self.launch(partial(self._copy_block, each.src_block_id, each.dst_block_id))
+        if step.kv_cache_block_copies:
+            sources, targets = zip(*step.kv_cache_block_copies, strict=True)
+            self.launch(partial(self._copy_blocks, list(sources), list(targets)))
 
     def _zero(self, blocks: NDArray[np.int64]) -> None:
         for cache in self._layers:
             cache[blocks] = 0
 
-    def _copy_block(self, source: int, target: int) -> None:
+    def _copy_blocks(self, sources: list[int], targets: list[int]) -> None:
+        """As in vLLM, all blocks are read before any is written."""
         for cache in self._layers:
-            cache[target] = cache[source]
+            cache[targets] = cache[sources]
 
     def finish(self) -> None:
         """Wait until all that was launched is done."""

@@ -95,7 +95,7 @@ def _where(explanation: Explanation) -> Text:
             Text.assemble(
                 f"{tail.first_token}-{tail.end_token - 1} ",
                 (f"{place} {label(tail.engine)}".rstrip(), style),
-                ", where a request has ended",
+                ", where another has ended",
             )
         )
     return Text("\n").join(lines)

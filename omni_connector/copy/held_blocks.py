@@ -8,8 +8,9 @@ its blocks any more, each block has a reference of ours in vLLM's block pool. No
 whatever happens to its request (preemption, abort, its end, a window that moves on), vLLM gives the
 block to nobody, so that nobody zeroes it or writes to it. A request that goes on writes to no token
 that it has computed; only a recurrent state is written in place, until its block is full. So a
-request whose state is handed off ends with the step that computes it, and the states of full blocks
-alone are shared.
+request whose state is handed off ends with the step that computes it. Shared are the states of full
+blocks, those of requests that have ended, and copies of a state that vLLM makes before it writes on
+(`CopyLedger.copied`).
 """
 
 import enum
@@ -17,7 +18,8 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -34,6 +36,9 @@ Ended = tuple[Mapping[int, int], Mapping[int, str]]
 
 SETTLE_S: Final = 0.5
 """Longest wait, in seconds, for jobs that block a reset of vLLM's prefix cache."""
+
+_SPARE_PART: Final = 8
+"""A block of a running request is copied while at least 1/8 of all blocks stay free."""
 
 _LOOK_S: Final = 0.001
 """Seconds between two looks at whether they have ended."""
@@ -58,6 +63,7 @@ class EnginePool(Protocol):
 
     @property
     def blocks(self) -> Sequence[EngineBlock]: ...
+    def get_new_blocks(self, num_blocks: int, /) -> Sequence[EngineBlock]: ...
     def touch(self, blocks: Sequence[Any], /) -> None: ...
     def free_blocks(self, blocks: Iterable[Any], /) -> None: ...
     def get_num_free_blocks(self) -> int: ...
@@ -132,6 +138,8 @@ class CopyLedger:
 
     Attributes:
         revoked: jobs that were revoked since the last `take_revoked`, and have not ended.
+        block_copies: pairs of blocks. vLLM copies the first of each to the second in the step that
+            is being built, before its forward pass; whoever builds the step takes them.
     """
 
     def __init__(self, pool: EnginePool, ranks: int, clock: Callable[[], float]) -> None:
@@ -141,6 +149,7 @@ class CopyLedger:
         self._ids = itertools.count(1)
         self._jobs: dict[int, _Job] = {}
         self.revoked: set[int] = set()
+        self.block_copies: list[tuple[int, int]] = []
 
     def __bool__(self) -> bool:
         """Whether a job is under way, whose blocks come free without any request's doing."""
@@ -159,6 +168,31 @@ class CopyLedger:
         self._pool.touch([self._pool.blocks[each] for each in block_ids])
         self._jobs[job_id] = _Job(block_ids, self._ranks, end, self._clock() + soon)
         return job_id
+
+    @contextmanager
+    def copied(self, block_ids: Sequence[int]) -> Iterator[list[int] | None]:
+        """Have vLLM copy blocks that the step overwrites, before its forward pass.
+
+        Within the context, jobs are started that hold the copies. Copies that none holds are not
+        made.
+
+        Args:
+            block_ids: of a step that is being built.
+
+        Yields:
+            The ids of the copies; None if so few blocks are free that requests may need them.
+        """
+        pool, number = self._pool, len(block_ids)
+        if pool.get_num_free_blocks() - number < len(pool.blocks) // _SPARE_PART:
+            yield None
+            return
+        copies = pool.get_new_blocks(number)
+        try:
+            yield [each.block_id for each in copies]
+        finally:
+            pool.free_blocks(copies)
+            pairs = zip(block_ids, copies, strict=True)
+            self.block_copies += [(source, each.block_id) for source, each in pairs if each.ref_cnt]
 
     def blocks_of(self, job_ids: Iterable[int]) -> set[int]:
         """The blocks of these jobs, without the jobs that have ended."""

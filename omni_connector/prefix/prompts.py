@@ -72,6 +72,7 @@ class SharedPrompt:
     number: int = 0  # a small one, for `Candidate.prompt`
     answers: bool = False  # what it computes from now on are tokens of its answer
     scheduled: bool = False  # vLLM has computed tokens of it since it allocated blocks
+    end_kept: bool = False  # a tail ends with it, or shortly before its end
     due: int = 0  # the step in which `PrefixSaves` checks whether a block has filled
     hashes: list[list[bytes]] = field(default_factory=list)  # vLLM's, of each group
     names: list[list[bytes]] = field(default_factory=list)  # of the same blocks; see `block_names`

@@ -7,7 +7,7 @@ held: it is copied later if vLLM still finds it by its hash.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
@@ -76,6 +76,8 @@ _FEWER_STEPS: Final = 16
 # vLLM recomputes the blocks. Until then other requests find the blocks in vLLM's own cache, so
 # saves of prompts that vLLM admits meanwhile are delayed.
 _LOADED: Final = 3
+
+_IN_TABLES: Final[Mapping[int, int]] = {}
 
 _TAILS_KEPT: Final = "tails_kept"
 """Counter of tails. One that goes to the arena and to the store counts once."""
@@ -189,6 +191,7 @@ class PrefixSaves:
         ledger: the copy jobs.
         groups: the cache groups that this engine keeps.
         num_blocks: KV blocks of this engine.
+        alone: whether no connector beside this one loads blocks.
         tails: names the ends of requests within blocks; None keeps none.
         finds: says of each block whether vLLM's own prefix cache finds it by its hash; given one
             of vLLM's groups, the ids of the blocks, and their hashes.
@@ -196,6 +199,7 @@ class PrefixSaves:
         changes: collects changes for KV events; None where nobody asks for events.
 
     Attributes:
+        alone: see there.
         stores: whether blocks are stored: not while no other engine could find them.
         waiting: blocks to copy in later steps, which may be steps without tokens. A finished prompt
             stands behind its last waiting block.
@@ -213,6 +217,7 @@ class PrefixSaves:
         ledger: CopyLedger,
         groups: SharedGroups,
         num_blocks: int,
+        alone: bool,
         tails: Tails | None,
         finds: Callable[[int, Sequence[int], Sequence[bytes]], list[bool]],
         context: EngineContext,
@@ -252,7 +257,9 @@ class PrefixSaves:
         self._max_held = max(1, num_blocks // _HELD_PART)
         self._many_of_prompts = min(_MANY_OF_PROMPTS, self._max_held)
         self._many = min(_MANY, self._max_held)
+        self.alone = alone
         self._tails = tails
+        self._states = [g for g, each in enumerate(groups.shapes) if each.attention_type == "last"]
         self._finds = finds
         self._clock = context.clock
         self._stats = context.stats
@@ -300,7 +307,8 @@ class PrefixSaves:
             if tokens := scheduled.get(request.request_id):
                 had, prompt.had, prompt.scheduled = prompt.had, None, True
                 if had is not None:  # vLLM has just admitted it
-                    if request.num_computed_tokens > had:
+                    # Alone, it has found the rest within a block itself (`--prefix-match-unit`).
+                    if request.num_computed_tokens > had and not self.alone:
                         self._doubt(blocks_of(request.request_id), had)
                     if self._step <= self._doubtful_until:
                         self.look_at(prompt, _LOADED)
@@ -308,6 +316,8 @@ class PrefixSaves:
                 end = request.num_computed_tokens + tokens
                 if end >= prompt.fills_at:
                     self._save(meta, prompt, end, blocks_of)
+                if self._tails is not None and had is None:
+                    self._keep_prompt(meta, prompt, self._tails, blocks_of)
                 lacks = prompt.fills_at - max(end, request.num_tokens)
                 if lacks > 0:  # only tokens of its answer will fill the next block
                     if prompt.answers:
@@ -318,6 +328,8 @@ class PrefixSaves:
                     prompt.answers = True
                     steps = -(-lacks // self._tokens_a_step)
                     steps += -(self._step + steps) % self._together
+                if self._tails is not None and end <= request.num_prompt_tokens:
+                    steps = 1  # the step after the prompt's last one overwrites the state
             self.look_at(prompt, steps)
         if self._host is None:
             return
@@ -434,8 +446,69 @@ class PrefixSaves:
         compute a token of the request. It ends before the copy begins, and vLLM counts the token as
         computed.
         """
-        request = prompt.request
-        end = request.num_computed_tokens
+        end = prompt.request.num_computed_tokens
+        if block_ids := self._tail_blocks(prompt, tails, end, blocks_of):
+            self._copy_tail(self.queued, prompt, tails, end, block_ids)
+
+    def _keep_prompt(
+        self, meta: CopyWork, prompt: SharedPrompt, tails: Tails, blocks_of: BlocksOf
+    ) -> None:
+        """Keep the blocks in which a prompt ends, where the step before has ended with it.
+
+        This step overwrites its states, so vLLM copies them first.
+        """
+        end = prompt.request.num_prompt_tokens
+        if prompt.request.num_computed_tokens != end or prompt.end_kept:
+            return
+        block_ids = self._tail_blocks(prompt, tails, end, blocks_of)
+        if block_ids is None:
+            return
+        with self._ledger.copied([block_ids[g] for g in self._states]) as copies:
+            if copies is not None:
+                for g, block_id in zip(self._states, copies, strict=True):
+                    block_ids[g] = block_id
+                self._copy_tail(meta.saves, prompt, tails, end, block_ids)
+
+    def keep_boundary(
+        self,
+        meta: CopyWork,
+        prompt: SharedPrompt,
+        states: Iterable[tuple[int, int, int]],
+        blocks_of: BlocksOf,
+    ) -> None:
+        """Keep the blocks in which a prompt ends, at the last multiple of `--prefix-match-unit`.
+
+        Args:
+            states: that vLLM keeps of it, in blocks that later steps do not write to: for each
+                vLLM's group, the block, and the tokens that the state has read.
+        """
+        if self._tails is None:
+            return
+        at: dict[int, dict[int, int]] = {}
+        for whose, block_id, end in states:
+            at.setdefault(end, {})[whose] = block_id
+        for end, blocks in at.items():
+            if end % self._unit == 0 or blocks.keys() != {self._group_ids[g] for g in self._states}:
+                continue
+            block_ids = self._tail_blocks(prompt, self._tails, end, blocks_of, blocks)
+            if block_ids is not None:
+                prompt.end_kept = True
+                self._copy_tail(meta.saves, prompt, self._tails, end, block_ids)
+
+    def _tail_blocks(
+        self,
+        prompt: SharedPrompt,
+        tails: Tails,
+        end: int,
+        blocks_of: BlocksOf,
+        elsewhere: Mapping[int, int] = _IN_TABLES,
+    ) -> list[int] | None:
+        """The block of each group in which the first `end` tokens of a request end; None if no tail
+        is kept there.
+
+        Args:
+            elsewhere: blocks that are not in the request's table, by vLLM's group.
+        """
         if (
             not prompt.scheduled
             or prompt.had is not None
@@ -444,32 +517,53 @@ class PrefixSaves:
             or max(prompt.sent) >= _NEVER
             or self._step <= self._doubtful_until
             or prompt.kept_tokens(end) < end
+            or not tails.may_end(prompt, end)
         ):
-            return
-        name = tails.name(prompt, end)
-        if name is None:
-            return
-        blocks = blocks_of(request.request_id)
+            return None
+        blocks = blocks_of(prompt.request.request_id)
         index = end // self._unit
         block_ids: list[int] = []
         for whose in self._group_ids:
+            if whose in elsewhere:
+                block_ids.append(elsewhere[whose])
+                continue
             table = blocks[whose]
             if index >= len(table) or table[index].is_null:
-                return
+                return None
             block_ids.append(table[index].block_id)
+        return block_ids
+
+    def _copy_tail(
+        self,
+        saves: dict[int, TransferSpec],
+        prompt: SharedPrompt,
+        tails: Tails,
+        end: int,
+        block_ids: list[int],
+    ) -> None:
+        """Keep these blocks, and store them, as the tail of the first `end` tokens of a request."""
+        name = tails.name(prompt, end)
+        if name is None:
+            return
         if self._host is not None:
-            self._keep_tail_here(prompt, self._host, name, block_ids)
+            self._keep_tail_here(saves, prompt, self._host, name, block_ids)
         if self._has_store and self.stores and (mark := tails.mark(prompt, end)) is not None:
+            index = end // self._unit
             spec = StoreSaveSpec(
                 blocks=BlockSpans.of([(index, [block_id]) for block_id in block_ids]),
                 prefix=prompt.key_prefix(self._prefix.current),
                 hashes=[name] * len(block_ids),
                 mark=(tails.states, mark),
             )
-            self._store_tail(spec)
+            self._store_tail(saves, spec)
 
     def _keep_tail_here(
-        self, prompt: SharedPrompt, host: HostBlocks, name: bytes, block_ids: list[int]
+        self,
+        saves: dict[int, TransferSpec],
+        prompt: SharedPrompt,
+        host: HostBlocks,
+        name: bytes,
+        block_ids: list[int],
     ) -> None:
         most = self._max_held - self.num_held
         if host.room(most) < len(block_ids):
@@ -480,9 +574,9 @@ class PrefixSaves:
             FilledBlocks.of([Candidate(g, name, block_id, TAILS, prompt.tenant)])
             for g, block_id in enumerate(block_ids)
         ]
-        self._keep(self.queued, host, filled, most, unsure=False, counted_as=_TAILS_KEPT)
+        self._keep(saves, host, filled, most, unsure=False, counted_as=_TAILS_KEPT)
 
-    def _store_tail(self, spec: StoreSaveSpec) -> None:
+    def _store_tail(self, saves: dict[int, TransferSpec], spec: StoreSaveSpec) -> None:
         names = list(enumerate(spec.hashes))
         if self._max_held - self.num_held < len(names):
             self._stats.count("blocks_dropped", len(names))
@@ -491,7 +585,7 @@ class PrefixSaves:
             return
         self._sent.add(names)
         counted_as = _TAILS_KEPT if self._host is None else None
-        self._store(self.queued, spec, len(names), counted_as)
+        self._store(saves, spec, len(names), counted_as)
 
     def _leave(self, prompt: SharedPrompt) -> None:
         if self.waiting and prompt.hints.keeps_here:

@@ -17,7 +17,7 @@ Blocks are copied when they have filled, and held until the copy has ended (see 
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -320,8 +320,11 @@ class SharedPrefix:
         rest."""
         for prompt, local in self._not_loaded:
             # Only now, after scheduling, `num_computed_tokens` includes the tokens that a connector
-            # beside this one loads.
-            self._misses.admitted(prompt, local, local, prompt.request.num_computed_tokens)
+            # beside this one loads, or vLLM has found within a block (`--prefix-match-unit`).
+            known = prompt.request.num_computed_tokens
+            if self.saves.alone:
+                local = max(local, known)
+            self._misses.admitted(prompt, local, local, known)
         self._not_loaded.clear()
         if self.loads.queued:
             meta.loads |= self.loads.queued
@@ -329,6 +332,22 @@ class SharedPrefix:
         if self.saves.queued:
             meta.saves |= self.saves.queued
             self.saves.queued.clear()
+
+    def keep_boundaries(
+        self,
+        meta: CopyWork,
+        states: Mapping[str, Iterable[tuple[int, int, int]]],
+        blocks_of: BlocksOf,
+    ) -> None:
+        """Add copies of the blocks in which prompts end; see `PrefixSaves.keep_boundary`.
+
+        Args:
+            states: by request.
+        """
+        for request_id, of_request in states.items():
+            prompt = self._prompts.get(request_id)
+            if prompt is not None:
+                self.saves.keep_boundary(meta, prompt, of_request, blocks_of)
 
     def finish(self, request_id: str, blocks_of: BlocksOf | None) -> None:
         """The request is over. A load under way is told to stop.

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tails: the blocks in which requests end, kept in arenas and stores beside full blocks.
+"""Tails: blocks in which prompts and requests end, kept in arenas and stores beside full blocks.
 
 A model with recurrent states has large blocks (784 tokens and more), and a kept state only where a
 block ends. So the next turn of a conversation would compute up to a block of tokens again
 that the turn before has computed. When a request ends, its last block is full in part, and the
 state is that of its last computed token. Both are kept as a *tail*, under the name of its tokens
-(see `kv.tails`), and a prompt that begins with all tokens of that request goes on there:
+(see `kv.tails`), and a prompt that begins with all tokens of that request goes on there. So does
+one that begins with its prompt alone, as that has left a tail when it was computed:
 
     the request      [ block ][ block ][ tail..
     the next turn    [ block ][ block ][ tail..][ new tokens
@@ -72,11 +73,16 @@ class Tails:
         types = [shape.attention_type for shape in groups.shapes]
         self.states: Final = types.index("last")
 
-    def name(self, prompt: SharedPrompt, end: int) -> bytes | None:
-        """The name of the tail of the first `end` tokens of a request; None if it is not kept, as
-        where a step under way computes a token that nobody will know."""
+    def may_end(self, prompt: SharedPrompt, end: int) -> bool:
+        """Whether a tail may be kept of the first `end` tokens of a request: not where a step under
+        way computes a token that nobody will know."""
         begin = end // self._unit * self._unit
-        if end - begin < self._least or end > self._plain_until(prompt, begin):
+        return end - begin >= self._least and end <= self._plain_until(prompt, begin)
+
+    def name(self, prompt: SharedPrompt, end: int) -> bytes | None:
+        """The name of the tail of the first `end` tokens of a request; None if it is not kept."""
+        begin = end // self._unit * self._unit
+        if not self.may_end(prompt, end):
             return None
         parent = self._parent(prompt, begin // self._unit)
         return (

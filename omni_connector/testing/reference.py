@@ -130,8 +130,11 @@ def ask(client: Client | Engine, prompt: Sequence[int], **fields: Any) -> Answer
     return Answer.of(client.complete(prompt, **LOGPROBS, **fields))
 
 
-def same_path(client: Client, prompt: Sequence[int], *, max_tokens: int) -> Answer:
+def same_path(client: Client, prompt: Sequence[int], *, max_tokens: int, **fields: Any) -> Answer:
     """Return the reference for `max_tokens` tokens after `prompt` (two tokens or more).
+
+    Args:
+        fields: of the request besides.
 
     Raises:
         ValueError: the prompt is too short to be split.
@@ -143,6 +146,7 @@ def same_path(client: Client, prompt: Sequence[int], *, max_tokens: int) -> Answ
         prompt[:-1],
         max_tokens=max_tokens + 1,
         **LOGPROBS,
+        **fields,
         vllm_xargs={FORCED_TOKEN: prompt[-1]},
     )
     full = Answer.of(client.post("/v1/completions", body))

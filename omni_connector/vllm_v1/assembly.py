@@ -261,7 +261,7 @@ class _Assembly:
         channel = self._channel(None if offered is None else self._server(offered))
         self._periodic_tasks.channel = channel
         try:
-            shared = self._shared_prefix()
+            shared = self._shared_prefix(alone)
         except BaseException:
             channel.close()
             self._status.close()
@@ -440,7 +440,7 @@ class _Assembly:
                 return f"ipc://{path}"
             raise
 
-    def _shared_prefix(self) -> SharedPrefix | None:
+    def _shared_prefix(self, alone: bool) -> SharedPrefix | None:
         """The scheduler half of sharing; None if sharing is off, or cannot work."""
         config, surroundings = self._config, self._surroundings
         if config.store is None and not config.share:
@@ -485,6 +485,7 @@ class _Assembly:
                 ledger=self._ledger,
                 groups=groups,
                 num_blocks=self._kv_cache_config.num_blocks,
+                alone=alone,
                 tails=tails,
                 finds=self._finds,
                 context=self._context,

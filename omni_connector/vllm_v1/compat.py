@@ -16,7 +16,7 @@ import functools
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from omni_connector.vllm_v1.metrics import OmniStats
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -144,6 +145,29 @@ def goes_on_within_blocks() -> bool:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     return hasattr(KVConnectorBase_V1, "register_finished_partial_tail")  # it came with that
+
+
+def boundary_states(step: "SchedulerOutput") -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """The recurrent states that vLLM keeps of requests, in blocks to which no later step writes: by
+    request, of each its group, block, and the tokens that it has read.
+
+    From 0.32 on; nothing before.
+    """
+    told = getattr(step, "kv_connector_block_state", None)
+    return {} if told is None else told.boundary_state_offloads
+
+
+def copy_blocks(step: "SchedulerOutput", pairs: Iterable[tuple[int, int]]) -> None:
+    """Have the workers copy the first block of each pair to the second, before the forward pass of
+    a step that is not sent yet. They do so for vLLM's own prefix cache, where a request goes on
+    within a block that others may read.
+
+    From 0.32 on: where `goes_on_within_blocks`.
+    """
+    from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+
+    copies = [KVCacheBlockCopy(source, target) for source, target in pairs]
+    step.kv_cache_block_copies = [*(step.kv_cache_block_copies or ()), *copies]
 
 
 def replays_prefix(spec: "KVCacheSpec") -> bool:

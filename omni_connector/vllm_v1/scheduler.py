@@ -44,7 +44,9 @@ from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.trace import now
 from omni_connector.vllm_v1.compat import (
+    boundary_states,
     cache_hit_source,
+    copy_blocks,
     hash_block_size,
     take_worker_stats,
 )
@@ -555,6 +557,11 @@ class OmniScheduler:
             self._shared.build(meta)
             if known:  # else nobody may have what is computed
                 self._shared.saves.build(meta, scheduled, self._blocks_of)
+                if states := boundary_states(scheduler_output):
+                    self._shared.keep_boundaries(meta, states, self._blocks_of)
+        if self._ledger.block_copies:
+            copy_blocks(scheduler_output, self._ledger.block_copies)
+            self._ledger.block_copies = []
         if self._ledger.revoked:
             meta.cancel = self._ledger.take_revoked()
         if self._trace.is_recording:

@@ -446,6 +446,6 @@ def test_the_table_has_a_row_for_each_engine() -> None:
         *("0-15 own KV cache", "0-15 arena of b", "16 other arenas", "68 of 100", "window:"),
         *("token 32: evicted from its arena, or passed over", "the arena of b", "odd"),
         *("a: shares with b", "a: does not share with c: another model"),
-        "32-38 arena of engine-9, where a request has ended",
+        "32-38 arena of engine-9, where another has ended",
     ):
         assert part in text, part

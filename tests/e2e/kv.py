@@ -147,6 +147,7 @@ def require_same_kv(
     kv_heads: int | None = None,
     other_stages: bool = False,
     zeroed: Collection[str] = (),
+    answered: bool = False,
 ) -> None:
     """Raise AssertionError unless every rank that received found exactly the sender's bytes.
 
@@ -160,6 +161,7 @@ def require_same_kv(
         kv_heads: of the model, where the two sides have different numbers of ranks.
         other_stages: whether the two sides have different pipeline stages.
         zeroed: layers that the sender lacks, of which zeros are to be found.
+        answered: whether the sender had gone on with its answer, which follows these tokens then.
     """
     for rank, held in enumerate(found):
         sender = sent[0 if kv_heads is not None or other_stages else rank]
@@ -194,7 +196,7 @@ def require_same_kv(
                     first = place * kv_heads // len(finders)
                     copies = _shards(by_rank, kv_heads, first, ours.rows.shape[1])
                 size = held.groups[group]["block_size"]
-                end = -(-num_tokens // size) * size
+                end = num_tokens if answered else -(-num_tokens // size) * size
                 try:
                     _require_same_tokens(copies, ours.between(start, end), num_tokens)
                 except AssertionError as error:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from tests.simulation.engines.settings import EngineShape, Policy, Role
 from tests.simulation.features import (
     featured,
+    matched_within_blocks,
     one_sided,
     piped,
     recut,
@@ -67,6 +68,7 @@ def plan_of(seed: int) -> Plan:
     plan = replace(featured(plan, random.Random(f"feature {seed}")), native=native)
     plan = one_sided(plan, random.Random(f"drafter {seed}"))
     plan = piped(plan, random.Random(f"stages {seed}"))
+    plan = matched_within_blocks(plan, random.Random(f"match {seed}"))
     plan = accelerated(plan, random.Random(f"device {seed}"))
     plan = operated(plan, random.Random(f"operators {seed}"))
     plan = trained(plan, random.Random(f"trainers {seed}"))

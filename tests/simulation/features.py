@@ -63,6 +63,8 @@ _CHUNKED: Final = {"window": "chunk", "window and full": "chunk and full"}
 
 _RECUT_OFTEN: Final = 0.4
 
+_MATCHED_OFTEN: Final = 0.25
+
 
 def featured(plan: Plan, draw: random.Random) -> Plan:
     """The same with a feature, for some of the plans; the plan itself for the others.
@@ -143,6 +145,28 @@ def recut(plan: Plan, draw: random.Random) -> Plan:
     if draw.random() >= _RECUT_OFTEN or not has_states(plan.engines[0].family):
         return plan
     return _ranks(_unhinted(plan), draw)
+
+
+def matched_within_blocks(plan: Plan, draw: random.Random) -> Plan:
+    """The same with `--prefix-match-unit`, for some of the plans whose engines keep the states of
+    prefixes; the plan itself for the others. In some of them engines match in units of their own.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    fits = all(
+        has_states(each.family) and each.caching and each.states == "align" and not each.drafts
+        for each in plan.engines
+    )
+    if draw.random() >= _MATCHED_OFTEN or not fits:
+        return plan
+    alike = draw.random() < 0.7
+    part = draw.choice((2, 4))
+    engines = tuple(
+        replace(each, match_unit=each.block_size // (part if alike else draw.choice((1, 2, 4))))
+        for each in plan.engines
+    )
+    return replace(plan, engines=engines)
 
 
 def selective(plan: Plan, draw: random.Random) -> Plan:

@@ -138,6 +138,8 @@ class Promises:
             wish = self._wishes.given.get(request_id, NO_WISH)
             for _, keys in self._newly_filled(half, request):
                 self._remember(request, wish, keys)
+            for end in inspection.prompt_ends(half, request):
+                self._remember(request, wish, inspection.tail(half, request, end))
             if hosts and (wish.prefetch or wish.pin_s):
                 for g, keys in self._newly_looked_at(half, request):
                     self._asks(half, request_id, wish, g, keys, now)
@@ -170,7 +172,7 @@ class Promises:
         wish = self._wishes.given.get(request.request_id, NO_WISH)
         for _, keys in self._newly_filled(half, request):
             self._remember(request, wish, keys)
-        self._remember(request, wish, inspection.tail(half, request))
+        self._remember(request, wish, inspection.tail(half, request, request.num_computed_tokens))
         if hosts and wish.pin_s:
             for g, keys in _up_to(_filled(half, request), self._looked_at, half, request):
                 self._asked.update(inspection.tags_of_blocks(half, g, keys).tolist())

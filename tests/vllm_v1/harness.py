@@ -149,6 +149,7 @@ class InProcessEngine:
             `--reasoning-parser` tells them.
         drafter, drafts: of `toy.drafting`; with a drafter that has KV, `family` is of
             `toy.DRAFTED`.
+        match_unit: `--prefix-match-unit`; 0: as vLLM chooses it.
     """
 
     def __init__(
@@ -182,6 +183,7 @@ class InProcessEngine:
         thinking: tuple[int, int] | None = None,
         drafter: str = "",
         drafts: int = 0,
+        match_unit: int = 0,
         fresh: bool = False,
         files: str = "",
     ) -> None:
@@ -222,6 +224,7 @@ class InProcessEngine:
         )
         self._hashes_files = hashes_files
         self.config.cache_config.prefix_caching_hash_algo = hash_algorithm
+        self.config.cache_config.prefix_match_unit = match_unit or None
         if thinking is not None:
             start, end = thinking
             self.config.reasoning_config = SimpleNamespace(

@@ -172,7 +172,8 @@ def test_an_engine_gets_back_the_states_that_its_own_cache_has_evicted(engine, f
 
 
 def test_states_that_vllm_does_not_keep_are_not_shared(place, engine, monkeypatch):
-    """`--prefix-cache-retention-interval 0` has it keep those at the ends of prompts only."""
+    """`--prefix-cache-retention-interval 0` has it keep those at the ends of prompts only, at whole
+    blocks. The connector keeps the ends of prompts and requests."""
     make = harness.kv_cache_config
     monkeypatch.setattr(
         harness,
@@ -185,30 +186,6 @@ def test_states_that_vllm_does_not_keep_are_not_shared(place, engine, monkeypatc
     first, second, alone = place(**options), place(**options), engine(family="state and full")
     publish(place, first, QUESTION, max_tokens=3 * BLOCK)
     assert ask(place, second, [*QUESTION[: 4 * BLOCK], 5], alone) == 0
-    assert ask(place, second, [*QUESTION, 5], alone) == 2 * BLOCK  # the others it has now
-    assert_clean(first, second)
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-def test_states_that_vllm_keeps_within_blocks_stay_with_their_engine(
-    place, engine, monkeypatch, overlap
-):
-    """With `--prefix-match-unit` vLLM itself finds prompts that end within a block."""
-    make = harness._vllm_config
-
-    def finer(*args, **options):
-        config = make(*args, **options)
-        config.cache_config.prefix_match_unit = BLOCK // 4
-        return config
-
-    monkeypatch.setattr(harness, "_vllm_config", finer)
-    options = {"family": "state and full", "async_scheduling": overlap}
-    first, second, alone = place(**options), place(**options), engine(family="state and full")
-    told = QUESTION + publish(place, first, QUESTION, max_tokens=BLOCK)
-    for end in (len(QUESTION), len(QUESTION) - 3, 6 * BLOCK + 1, len(told)):
-        for each in (second, first):
-            question = [*told[:end], *prompt(9, seed=end)]
-            assert each.generate(question, 20).tokens == alone.generate(question, 20).tokens
-    assert place.loaded(second) == place.reach(len(told) - 1)
-    assert not second.failures()
+    # Four blocks it has itself now.
+    assert ask(place, second, [*QUESTION, 5], alone) == place.reach(len(QUESTION)) - 4 * BLOCK
     assert_clean(first, second)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from omni_connector.copy import held_blocks
 from omni_connector.prefix import tails
 from omni_connector.stores.shared_blocks import TRAILER_BYTES
+from omni_connector.vllm_v1 import scheduler
 from omni_connector.vllm_v1.compat import goes_on_within_blocks
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from tests.toy import BLOCK
@@ -26,6 +28,7 @@ pytestmark = [
 FAMILIES = ["state and full", "all three"]
 NEW = [7, 8, 9]
 TURN = 2 * BLOCK + 5  # tokens of an answer
+UNIT = BLOCK // 4
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -54,10 +57,114 @@ def test_the_next_turn_goes_on_where_the_last_has_ended(place, engine, family, o
         second = place(**options)
         assert ask(place, second, [*said, *NEW], alone, count=3 * BLOCK) == len(said) - 1
         within = (len(said) - 1) % BLOCK
-        assert first.count("tails_kept") == (within > 0)
+        # The prompt ends within a block, too, and is another end where more than it was computed.
+        assert first.count("tails_kept") == (within > 0) + (length > 1)
         assert second.count("tokens_from_tails") == within
         assert not second.failures()
         assert_clean(first, second)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@each_family
+def test_the_next_turn_goes_on_behind_the_prompt_whatever_was_answered(
+    place, engine, family, overlap, ranks
+):
+    """As where the template of a chat leaves out thoughts. The state has gone on since."""
+    options = {"family": family, "async_scheduling": overlap, "ranks": ranks}
+    alone = engine(family=family, ranks=ranks)
+    for length in (7, 9, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 9):
+        first, second = place(**options), place(**options)
+        question = prompt(length, seed=length)
+        answer = publish(place, first, question, max_tokens=TURN)
+        other = [answer[0] % 400 + 3, *prompt(9, seed=1)]
+        assert ask(place, second, question + other, alone, count=3 * BLOCK) == length
+        assert second.count("tokens_from_tails") == length % BLOCK
+        assert not second.failures()
+        assert_clean(first, second)
+
+
+def test_prompts_of_one_step_leave_an_end_each(place, engine):
+    family = "state and full"
+    first, second, alone = place(family=family), place(family=family), engine(family=family)
+    questions = [prompt(2 * BLOCK + 3 + seed, seed=seed) for seed in range(4)]
+    asked = [first.submit(each, max_tokens=TURN) for each in questions]
+    first.run(lambda: first.done(*asked))
+    place.settle(first)
+    for each in questions:
+        assert ask(place, second, [*each, *NEW], alone) == len(each)
+    assert not second.failures()
+
+
+def test_a_prompt_that_was_found_as_a_whole_leaves_its_end(place, engine):
+    """Its first step begins within the block, in which vLLM has loaded what others read."""
+    family = "state and full"
+    engines, alone = [place(family=family) for _ in range(3)], engine(family=family)
+    question = prompt(2 * BLOCK + 9)
+    publish(place, engines[0], question[: 2 * BLOCK + 5])
+    assert ask(place, engines[1], question, alone, TURN) == 2 * BLOCK + 5
+    place.settle(engines[1])
+    assert ask(place, engines[2], [*question, *NEW], alone) == len(question)
+
+
+def test_the_end_of_a_prompt_is_another_state_a_token_later(place, engine, monkeypatch):
+    """The control: what is kept is the block that the next step has written to."""
+    monkeypatch.setattr(scheduler, "copy_blocks", lambda step, pairs: None)
+    family = "state and full"
+    first, second, alone = place(family=family), place(family=family), engine(family=family)
+    publish(place, first, QUESTION, max_tokens=TURN)
+    question = [*QUESTION, *NEW]
+    assert second.generate(question, 6).tokens != alone.generate(question, 6).tokens
+    assert place.loaded(second) == len(QUESTION)
+
+
+def test_the_end_of_a_prompt_is_not_kept_where_blocks_are_scarce(place, engine, monkeypatch):
+    """A copy takes a block, of which requests may be in need."""
+    monkeypatch.setattr(held_blocks, "_SPARE_PART", 1)
+    family = "state and full"
+    first, second, alone = place(family=family), place(family=family), engine(family=family)
+    question = prompt(6 * BLOCK + 9)
+    publish(place, first, question, max_tokens=2)
+    assert ask(place, second, [*question, *NEW], alone) == 6 * BLOCK
+    assert_clean(first, second)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_with_a_match_unit_prompts_that_differ_at_their_very_ends_go_on_there(
+    place, engine, overlap
+):
+    """As where a template opens thoughts at the end of a prompt, and leaves them out later. vLLM
+    keeps the state of the last whole unit before the last token."""
+    options = {"family": "state and full", "async_scheduling": overlap, "match_unit": UNIT}
+    alone = engine(family="state and full")
+    for length in (7, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 9, 4 * BLOCK + 2 * UNIT):
+        first, second = place(**options), place(**options)
+        question = prompt(length, seed=length)
+        publish(place, first, question, max_tokens=TURN)
+        end = (length - 1) // UNIT * UNIT
+        other = [*question[:end], question[end] % 400 + 3, *NEW]
+        assert ask(place, second, other, alone, count=3 * BLOCK) == end
+        assert not second.failures()
+        assert_clean(first, second)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_with_a_match_unit_vllm_goes_on_with_its_own_states_too(place, engine, overlap):
+    """What it has found itself within a block is loaded by no other connector."""
+    options = {"family": "state and full", "async_scheduling": overlap, "match_unit": UNIT}
+    first, second, alone = place(**options), place(**options), engine(family="state and full")
+    said = QUESTION + publish(place, first, QUESTION, max_tokens=BLOCK)
+    for end in (len(QUESTION), len(QUESTION) - 3, 6 * BLOCK + 1, len(said)):
+        for each in (second, first):
+            question = [*said[:end], *prompt(9, seed=end)]
+            right = alone.generate(question, 20).tokens
+            assert each.generate(question, 20).tokens == right
+            assert each.count("tokens_from_others") == 0
+            place.settle(each)
+            third = place(**options)
+            assert ask(place, third, [*question, *right[:-1], *NEW], alone) >= len(question)
+    assert not second.failures()
+    assert_clean(first, second)
 
 
 @each_family
@@ -206,7 +313,7 @@ def test_a_prompt_that_was_handed_off_leaves_a_tail_at_both_engines(place, engin
     said = text + hand_off(prefill, decode, text, TURN)
     place.settle(prefill, decode)
     third = place(**options)
-    assert ask(place, third, [*text, *NEW], alone) == len(text) - 1
+    assert ask(place, third, [*text, *NEW], alone) == len(text)
     fourth = place(**options)
     assert ask(place, fourth, [*said, *NEW], alone) == len(said) - 1
     assert_clean(prefill, decode, third, fourth)
@@ -335,7 +442,7 @@ def test_wrong_bytes_of_a_tail_are_computed_anew(in_store, engine, shelf):
     assert ask(in_store, second, [*said, *NEW], alone) == 0
     assert second.failures() == {"store_checksum_mismatch": 1}
     # What was found wrong is not believed for a while.
-    assert ask(in_store, in_store(family=family), [*said, *NEW, 5], alone) == 0
+    assert ask(in_store, in_store(family=family), [*said, 5], alone) == 0
     assert_clean(first, second)
 
 

@@ -68,6 +68,7 @@ class EngineShape:
             there is none.
         stages: numbers of the layers at which the pipeline stages after the first begin.
         far_ranks: whether each rank is on a host of its own.
+        match_unit: `--prefix-match-unit`; 0: as vLLM chooses it.
     """
 
     name: str
@@ -100,6 +101,7 @@ class EngineShape:
     beside: str = ""
     stages: tuple[int, ...] = ()
     far_ranks: bool = False
+    match_unit: int = 0
 
 
 def num_workers(shape: EngineShape) -> int:
@@ -226,6 +228,7 @@ def cache_config(shape: EngineShape, config: VllmConfig) -> tuple[KVCacheConfig,
     if kv_config.has_mamba_layers and shape.caching:
         mode: Any = shape.states
         config.cache_config.mamba_cache_mode = mode
+    config.cache_config.prefix_match_unit = shape.match_unit or None
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_config, config)
     tell_hash_block_size(kv_config, hash_block_size)
     return kv_config, block_size, hash_block_size

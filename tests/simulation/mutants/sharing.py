@@ -117,8 +117,26 @@ SHARING: Final = (
         "the state of a tail has read a token that the tail has not",
         (
             "omni_connector.prefix.saves",
-            "        end = request.num_computed_tokens\n        if (\n",
-            "        end = request.num_computed_tokens - 1\n        if (\n",
+            "        end = prompt.request.num_computed_tokens\n",
+            "        end = max(0, prompt.request.num_computed_tokens - 1)\n",
+        ),
+    ),
+    mutant(
+        "a prompt ends with the state of a later token",
+        "vLLM copies no state before the step overwrites it",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "            copy_blocks(scheduler_output, self._ledger.block_copies)\n",
+            "",
+        ),
+    ),
+    mutant(
+        "the state at a boundary is the request's own",
+        "where vLLM keeps the state of a whole unit, the state of a later token is kept",
+        (
+            "omni_connector.prefix.saves",
+            "            if whose in elsewhere:\n",
+            "            if whose < 0:\n",
         ),
     ),
     mutant(
