@@ -7,6 +7,10 @@ before and after each of those, as many bytes are copied in one piece between me
 and pinned memory of the host, the way that this copy goes. What was loaded is compared with what
 was saved.
 
+Then the same with the connector's jobs: saves to the own arena, and loads from the arena of another
+engine, whose memory is not registered with the device. They go piece by piece, and each slot is
+looked at before and after.
+
     python benchmarks/device.py [--quick] [--device cuda|cpu]
 
 writes results/device.md and results/device.png beside this file. On a CPU it measures the copier of
@@ -18,6 +22,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,11 +30,13 @@ import matplotlib as mpl
 import numpy as np
 import torch
 from data_plane import RESULTS, machine
+from load_beside_save import Rank
 
 from omni_connector.arena.arena import Arena
 from omni_connector.copy.choice import make_copier
 from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.kv.canonical import GroupSpec, LayerSpec, SlotLayout, canonicalize
+from omni_connector.runtime.shared_work import Helpers
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -38,15 +45,23 @@ KIB = 1024
 LAYERS, HEADS, TOKENS = 16, 2, 16
 PAGES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
 MOVED, QUICK_MOVED = 256 << 20, 32 << 20
+THREADS = (1, 4)
+OF_JOBS = (64 * KIB, 256 * KIB)
 TARGET = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Rates at one page size, in GB/s of payload; ratios to the plain copies, paired."""
+    """Rates at one page size, in GB/s of payload; ratios to the plain copies, paired.
+
+    Attributes:
+        checksum: whether the slots have checksums.
+        threads: of the host that copy, where bytes pass through a buffer.
+    """
 
     page: int
     checksum: bool
+    threads: int
     save: float
     save_ratio: float
     load: float
@@ -83,63 +98,76 @@ class Device:
             torch.cuda.synchronize(self.name)
 
 
-def caches(name: str, page: int, num_blocks: int) -> tuple[torch.Tensor, SlotLayout, BlockCopier]:
+def caches(
+    name: str, page: int, num_blocks: int, helpers: Helpers
+) -> tuple[torch.Tensor, SlotLayout, BlockCopier]:
     """A KV cache as vLLM allocates it (one buffer, layers outermost), and its copier."""
-    draw = torch.Generator().manual_seed(1)
-    content = torch.randint(-128, 128, (LAYERS * num_blocks * page,), generator=draw)
-    buffer = content.to(torch.int8).to(name)
+    draw = torch.Generator(name).manual_seed(1)
+    size = (LAYERS * num_blocks * page,)
+    buffer = torch.randint(-128, 128, size, generator=draw, device=name, dtype=torch.int8)
     pages = buffer.view(LAYERS, num_blocks, HEADS, TOKENS, page // (HEADS * TOKENS))
     layers = [LayerSpec(f"layer.{i}", page, page) for i in range(LAYERS)]
     views = dict(zip((layer.name for layer in layers), pages, strict=True))
     group = GroupSpec("full_attention", TOKENS, tuple(layers))
     canonical = canonicalize([group], views, num_blocks)
     layout = SlotLayout.of(canonical)
-    return buffer, layout, make_copier(canonical, layout)
+    return buffer, layout, make_copier(canonical, layout, helpers)
 
 
-def measure(device: Device, page: int, moved: int, repeats: int) -> list[Row]:
-    """The rates at one page size, without checksums and with them.
+def copies(device: Device, page: int, checksum: bool, moved: int, repeats: int) -> Row:
+    """The rates of single copies.
 
     Raises:
         SystemExit: the bytes that were loaded are not those that were saved.
     """
     count = moved // (page * LAYERS)
     num_blocks = 2 * count
-    buffer, layout, copier = caches(device.name, page, num_blocks)
+    helpers = Helpers()
+    buffer, layout, copier = caches(device.name, page, num_blocks, helpers)
     order = np.random.default_rng(7).permutation(num_blocks).astype(np.int64)
     saved, loaded = order[:count], order[count:]
     slots = np.arange(count, dtype=np.int64)
-    rows = []
     with Arena.create(count, layout.slot_bytes) as arena:
         arena.slots[:] = 1
         copier.pin(arena.slots)
         sums: list[list[int]] = []
+
+        def save() -> None:
+            copy = BlockCopy(0, saved, arena.slots, slots, checksum, copier.fence())
+            sums.append(copier.save(copy).tolist())
+
+        def load() -> None:
+            copy = BlockCopy(0, loaded, arena.slots, slots, checksum, copier.fence())
+            sums.append(copier.load(copy).tolist())
+
+        times = []
         try:
-            for checksum in (False, True):
-
-                def save(checksum: bool = checksum) -> None:
-                    copy = BlockCopy(0, saved, arena.slots, slots, checksum, copier.fence())
-                    sums.append(copier.save(copy).tolist())
-
-                def load(checksum: bool = checksum) -> None:
-                    copy = BlockCopy(0, loaded, arena.slots, slots, checksum, copier.fence())
-                    sums.append(copier.load(copy).tolist())
-
-                times = []
-                for _ in range(repeats + 1):
-                    sums.clear()
-                    there = device.beside(save, saving=True)
-                    times.append((*there, *device.beside(load, saving=False)))
-                    pages = buffer.view(LAYERS, num_blocks, page)
-                    if sums[0] != sums[1] or not pages[:, saved].equal(pages[:, loaded]):
-                        raise SystemExit("the bytes that were loaded are not those that were saved")
-                rows.append(row(page, checksum, moved, times[1:]))
+            for _ in range(repeats + 1):
+                sums.clear()
+                there = device.beside(save, saving=True)
+                times.append((*there, *device.beside(load, saving=False)))
+                pages = buffer.view(LAYERS, num_blocks, page)
+                if sums[0] != sums[1] or not pages[:, saved].equal(pages[:, loaded]):
+                    raise SystemExit("the bytes that were loaded are not those that were saved")
         finally:
             copier.close()
-    return rows
+            helpers.close(5.0)
+    return row(page, checksum, 1, moved, times[1:])
 
 
-def row(page: int, checksum: bool, moved: int, times: list[tuple[float, ...]]) -> Row:
+def jobs(device: Device, page: int, threads: int, moved: int, repeats: int) -> Row:
+    """The rates of the connector's jobs, with checksums."""
+    count = moved // (page * LAYERS)
+    times = []
+    with ExitStack() as stack:
+        rank = Rank(count, count, stack, page_bytes=page, copy_threads=threads, device=device.name)
+        for _ in range(repeats + 1):
+            there = device.beside(rank.save, saving=True)
+            times.append((*there, *device.beside(lambda: rank.load(count), saving=False)))
+    return row(page, True, threads, moved, times[1:])
+
+
+def row(page: int, checksum: bool, threads: int, moved: int, times: list[tuple[float, ...]]) -> Row:
     """The medians of what was timed: plain copy and save, plain copy and load."""
 
     def rate(column: int) -> float:
@@ -148,19 +176,29 @@ def row(page: int, checksum: bool, moved: int, times: list[tuple[float, ...]]) -
     def ratio(plain: int, copy: int) -> float:
         return statistics.median(each[plain] / each[copy] for each in times)
 
-    return Row(page, checksum, rate(1), ratio(0, 1), rate(3), ratio(2, 3))
+    return Row(page, checksum, threads, rate(1), ratio(0, 1), rate(3), ratio(2, 3))
 
 
-def cells(row: Row) -> str:
-    """One line of the table."""
+def cells(row: Row, what: str) -> str:
+    """One line of a table; `what` varies beside the page size."""
     return (
-        f"| {row.page // KIB} | {'xxh3' if row.checksum else 'none'} | {row.save:.1f} "
-        f"({row.save_ratio:.2f}) | {row.load:.1f} ({row.load_ratio:.2f}) |"
+        f"| {row.page // KIB} | {what} | {row.save:.1f} ({row.save_ratio:.2f}) | "
+        f"{row.load:.1f} ({row.load_ratio:.2f}) |"
     )
 
 
-def markdown(rows: list[Row], name: str, command: str, repeats: int) -> str:
-    """The table."""
+def of_copies(row: Row) -> str:
+    """A line of the table of copies."""
+    return cells(row, "xxh3" if row.checksum else "none")
+
+
+def of_jobs(row: Row) -> str:
+    """A line of the table of jobs."""
+    return cells(row, str(row.threads))
+
+
+def markdown(copied: list[Row], by_jobs: list[Row], name: str, command: str, repeats: int) -> str:
+    """The tables."""
     lines = [
         "# Blocks from a device to an arena and back",
         "",
@@ -169,11 +207,22 @@ def markdown(rows: list[Row], name: str, command: str, repeats: int) -> str:
         "",
         f"Scattered blocks of {LAYERS} layers. Rates in GB/s of payload, medians of {repeats} runs;"
         " in brackets the median ratio to one plain copy of as many bytes, the same way, between "
-        f"the device and pinned memory, to be {TARGET} or more.",
+        f"the device and pinned memory, to be {TARGET} or more. The device makes the checksums.",
         "",
         "| page KiB | checksum | save | load |",
         "|---:|---|---:|---:|",
-        *map(cells, rows),
+        *map(of_copies, copied),
+        "",
+        "## The connector's jobs",
+        "",
+        "Saves to the own arena, and loads from the arena of another engine. That is not registered"
+        " with the device, so that threads of the host copy its bytes to a buffer first.",
+        "",
+        "| page KiB | threads | save | load |",
+        "|---:|---:|---:|---:|",
+        *map(of_jobs, by_jobs),
+        "",
+        "![Ratios by page size](device.png)",
     ]
     return "\n".join([*lines, ""])
 
@@ -181,13 +230,15 @@ def markdown(rows: list[Row], name: str, command: str, repeats: int) -> str:
 def plot(rows: list[Row], path: Path) -> None:
     """The ratios by page size."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for checksum in (False, True):
+    for color, checksum in enumerate((False, True)):
         those = [each for each in rows if each.checksum == checksum]
         what = "with checksums" if checksum else "without"
         pages = [each.page // KIB for each in those]
-        axes.plot(pages, [each.save_ratio for each in those], "o-", label=f"save, {what}")
-        axes.plot(pages, [each.load_ratio for each in those], "s-", label=f"load, {what}")
-    axes.axhline(TARGET, color="tab:red", linestyle=":", label="target")
+        saves = [each.save_ratio for each in those]
+        loads = [each.load_ratio for each in those]
+        axes.plot(pages, saves, "o-", color=f"C{color}", label=f"save, {what}")
+        axes.plot(pages, loads, "s--", color=f"C{color}", label=f"load, {what}")
+    axes.axhline(TARGET, color="black", linestyle=":", label="target")
     axes.set(xlabel="page, KiB", ylabel="rate, plain copies being 1", title="Copies of a device")
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
@@ -207,17 +258,23 @@ def main() -> None:
     moved, repeats = (QUICK_MOVED, 5) if arguments.quick else (MOVED, 15)
     device = Device(arguments.device, moved)
     name = torch.cuda.get_device_name(arguments.device) if device.cuda else "a CPU"
-    rows = []
+    copied: list[Row] = []
     for page in PAGES[1:3] if arguments.quick else PAGES:
-        rows += measure(device, page, moved, repeats)
-        print("\n".join(map(cells, rows[-2:])), flush=True)
+        for checksum in (False, True):
+            copied.append(copies(device, page, checksum, moved, repeats))
+            print(of_copies(copied[-1]), flush=True)
+    by_jobs: list[Row] = []
+    for page in OF_JOBS:
+        for threads in THREADS:
+            by_jobs.append(jobs(device, page, threads, moved, repeats))
+            print(of_jobs(by_jobs[-1]), flush=True)
     if device.cuda:
         arguments.output.mkdir(parents=True, exist_ok=True)
         command = f"python benchmarks/device.py --device {arguments.device}"
         command += " --quick" if arguments.quick else ""
-        text = markdown(rows, name, command, repeats)
+        text = markdown(copied, by_jobs, name, command, repeats)
         (arguments.output / "device.md").write_text(text)
-        plot(rows, arguments.output / "device.png")
+        plot(copied, arguments.output / "device.png")
 
 
 if __name__ == "__main__":

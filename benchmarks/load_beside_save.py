@@ -32,8 +32,8 @@ from data_plane import KIB, RESULTS, Memcpy, machine, timed
 from unlike_engines import InPlace, fill
 
 from omni_connector.arena.arena import Arena
+from omni_connector.copy.choice import make_copier
 from omni_connector.copy.copier import BlockCopier
-from omni_connector.copy.host import CpuCopier
 from omni_connector.copy.jobs import LoadSpec, Saver, SaveSpec
 from omni_connector.copy.layered import LayerRanges
 from omni_connector.copy.loading import Loader
@@ -70,6 +70,7 @@ class Rank:
         copy_threads: as the setting; None for the default beside an engine that computes on a core.
         transports: attach the other engine's arena.
         checksum: whether slots have checksums.
+        device: on which the caches lie.
     """
 
     def __init__(
@@ -82,10 +83,11 @@ class Rank:
         copy_threads: int | None = None,
         transports: InPlace | None = None,
         checksum: bool = True,
+        device: str = "cpu",
     ) -> None:
         count = loaded + saved
         names = [f"model.layers.{number}" for number in range(LAYERS)]
-        buffer = torch.ones(LAYERS * count * page_bytes, dtype=torch.int8)
+        buffer = torch.ones(LAYERS * count * page_bytes, dtype=torch.int8, device=device)
         views = dict(zip(names, buffer.view(LAYERS, count, 1, 1, page_bytes), strict=True))
         layers = tuple(LayerSpec(name, page_bytes, page_bytes) for name in names)
         canonical = canonicalize([GroupSpec("full_attention", 1, layers)], views, count)
@@ -108,7 +110,11 @@ class Rank:
         self._helpers = Helpers()
         default = max(1, min(4, len(os.sched_getaffinity(0)) - 1))
         self._helpers.threads = 1 + (copy_threads or default)
-        copier: BlockCopier = CpuCopier(layer_ranges.canonical, layer_ranges.layout, self._helpers)
+        copier: BlockCopier = make_copier(
+            layer_ranges.canonical, layer_ranges.layout, self._helpers
+        )
+        stack.callback(copier.close)
+        copier.pin(own.slots)
         self.copier, self.own, self.theirs = copier, own, theirs
         self._loads = CopyThread("omni-load")
         self._saves = CopyThread("omni-save", first=self._loads)
@@ -123,7 +129,7 @@ class Rank:
             checksum=checksum,
             context=PROCESS_CONTEXT,
             notify=self._loads.notify,
-            threads=self._helpers.threads,
+            threads=self._helpers.threads if device == "cpu" else 1,
         )
         self._saver = Saver(arena=own, copier=copier, layer_ranges=layer_ranges, checksum=checksum)
         self.blocks = np.random.default_rng(7).permutation(count)

@@ -422,8 +422,14 @@ class TimedCopy:
         self._copy = copy
         self.seconds = 0.0
 
-    def __call__(self, *places: Any, checksum: bool) -> None:
-        self.seconds += timed(lambda: self._copy(*places, checksum=checksum))
+    def copying(self, *places: Any, checksum: bool) -> Callable[[slice], None]:
+        """As `NativeCopy.copying`."""
+        run = self._copy.copying(*places, checksum=checksum)
+
+        def copy(slots: slice) -> None:
+            self.seconds += timed(lambda: run(slots))
+
+        return copy
 
     def within(self, work: Callable[[], float]) -> tuple[float, float]:
         """Seconds of some work, and of the copies in it, on one thread."""
@@ -540,8 +546,8 @@ def main() -> int:
         "",
         "## Constants",
         "",
-        "Measured here in turns with whole copies, the best of all rounds, while others used the "
-        "machine; on all cores, as each row of the next table has constants of its own:",
+        "Measured here in turns with whole copies, the best of all rounds, on all cores; each row "
+        "of the next table has constants of its own:",
         "",
         *table(("constant", "value"), _constants(constants)),
         "## The model beside this machine",

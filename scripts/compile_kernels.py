@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the kernels, which are written in C, to the LLVM IR that is shipped beside them.
 
-    python scripts/compile_kernels.py           writes omni_connector/*/kernels/*.ll
+    python scripts/compile_kernels.py           writes omni_connector/*/kernels/*.ll and *.ptx
     python scripts/compile_kernels.py --check   fails where one is not what its C gives
 
 Who changes a kernel needs clang 19, or the one that the environment variable CLANG names; nobody
@@ -10,8 +10,12 @@ else does. llvmlite compiles the IR for the processor that it meets, with the LL
 what clang says about the target is removed, and so are the attributes and flags: each version of
 LLVM has some that older ones cannot read.
 
-The first line of the IR tells clang's major version, since each writes other IR, and a digest of
-the C. `--check` compares the digest, and compiles again where it finds a clang of that version.
+Kernels whose C asks for `__NVPTX__` are compiled to PTX as well. The driver of a CUDA device makes
+its machine code of that: for all devices from compute capability 7.0 on.
+
+The first line tells clang's major version, since each writes other IR, and a digest of the C and of
+the headers beside it. `--check` compares the digest, and compiles again where it finds a clang of
+that version.
 """
 
 import argparse
@@ -35,7 +39,13 @@ FLAGS: Final = (
     *("-fno-discard-value-names", "-S", "-emit-llvm", "-o", "-"),
 )
 
-_FIRST_LINE: Final = re.compile(r"; clang (\d+), sha256 of the C (\w+)")
+PTX_FLAGS: Final = (
+    *("--target=nvptx64-nvidia-cuda", "-march=sm_70"),
+    *("-ffreestanding", "-nostdlibinc", "-std=c17"),
+    *("-Wall", "-Wextra", "-Werror", "-O3", "-fno-strict-aliasing", "-S", "-o", "-"),
+)
+
+_FIRST_LINE: Final = re.compile(r"(?:;|//) clang (\d+), sha256 of the C (\w+)")
 _DROPPED_LINE: Final = re.compile(r"(; (ModuleID|Function)|source_filename|target|attributes|!).*")
 _DROPPED: Final = re.compile(
     r"\s+; preds = .*"
@@ -54,7 +64,9 @@ def kernels() -> list[Path]:
 
 def digest(source: Path) -> str:
     """What the IR says about the C that it was made from."""
-    return hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    headers = sorted(source.parent.glob("*.h"))
+    content = b"".join(each.read_bytes() for each in (source, *headers))
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def find_clang(major: str = "19") -> str | None:
@@ -71,15 +83,27 @@ def version(clang: str) -> str:
     return told.partition(".")[0].strip()
 
 
-def compiled(source: Path, clang: str) -> str:
-    """The IR of a kernel as it is shipped."""
+def targets(source: Path) -> list[Path]:
+    """The files that are made of a kernel."""
+    suffixes = [".ll"] + [".ptx"] * ("__NVPTX__" in source.read_text(encoding="utf-8"))
+    return [source.with_suffix(suffix) for suffix in suffixes]
+
+
+def compiled(target: Path, clang: str) -> str:
+    """A kernel as it is shipped."""
+    source = target.with_suffix(".c")
+    to_ptx = target.suffix == ".ptx"
+    flags = PTX_FLAGS if to_ptx else FLAGS
     done = subprocess.run(
-        [clang, *FLAGS, str(source)], stdout=subprocess.PIPE, text=True, check=False
+        [clang, *flags, str(source)], stdout=subprocess.PIPE, text=True, check=False
     )
     if done.returncode:
         raise SystemExit(f"{clang} cannot compile {source}")
-    lines = [f"; clang {version(clang)}, sha256 of the C {digest(source)}"]
-    lines += ["; scripts/compile_kernels.py has made this file.", ""]
+    comment = "//" if to_ptx else ";"
+    lines = [f"{comment} clang {version(clang)}, sha256 of the C {digest(source)}"]
+    lines += [f"{comment} scripts/compile_kernels.py has made this file.", ""]
+    if to_ptx:
+        return "\n".join([*lines, done.stdout.strip(), ""])
     for line in done.stdout.splitlines():
         if not _DROPPED_LINE.fullmatch(line) and (line or lines[-1]):
             lines.append(_NONTEMPORAL.sub("!0", _DROPPED.sub("", line)))
@@ -88,9 +112,9 @@ def compiled(source: Path, clang: str) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def outdated(source: Path) -> str | None:
-    """Why a kernel's IR is not what its C gives; None if it is, as far as can be told here."""
-    target = source.with_suffix(".ll")
+def outdated(target: Path) -> str | None:
+    """Why a file is not what the kernel's C gives; None if it is, as far as can be told here."""
+    source = target.with_suffix(".c")
     there = target.read_text(encoding="utf-8") if target.exists() else ""
     found = _FIRST_LINE.match(there)
     if found is None:
@@ -100,7 +124,7 @@ def outdated(source: Path) -> str | None:
     clang = find_clang(found[1])
     if clang is None:
         print(f"no clang {found[1]} here: only the digest of {source.name} was compared")
-    elif there != compiled(source, clang):
+    elif there != compiled(target, clang):
         return f"is not what {clang} makes of {source.name}"
     return None
 
@@ -110,18 +134,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="only compare")
     if parser.parse_args().check:
-        reasons = {source: outdated(source) for source in kernels()}
-        for source, reason in reasons.items():
+        made = [target for source in kernels() for target in targets(source)]
+        reasons = {target: outdated(target) for target in made}
+        for target, reason in reasons.items():
             if reason is not None:
-                name = source.with_suffix(".ll").relative_to(ROOT)
-                print(f"{name} {reason}: run scripts/compile_kernels.py", file=sys.stderr)
+                print(
+                    f"{target.relative_to(ROOT)} {reason}: run scripts/compile_kernels.py",
+                    file=sys.stderr,
+                )
         return int(any(reasons.values()))
     clang = os.environ.get("CLANG") or find_clang()
     if clang is None:
         print("clang 19 is missing (Debian: apt-get install clang-19)", file=sys.stderr)
         return 1
     for source in kernels():
-        source.with_suffix(".ll").write_text(compiled(source, clang), encoding="utf-8")
+        for target in targets(source):
+            target.write_text(compiled(target, clang), encoding="utf-8")
     return 0
 
 

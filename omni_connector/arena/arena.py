@@ -33,6 +33,7 @@ from omni_connector.arena.format import (
     PAGE_BYTES,
     SUPERBLOCK_BYTES,
     ArenaGeometry,
+    PublishedSlots,
     SlotHeader,
     SlotState,
     state_of,
@@ -90,6 +91,8 @@ class _Mapping:
         self._map: mmap.mmap | None = mapped
         headers = memoryview(mapped)[PAGE_BYTES : PAGE_BYTES + self.n_slots * HEADER_BYTES]
         self._words: memoryview[int] | None = headers.cast("Q")
+        table = np.frombuffer(headers, np.uint64).reshape(self.n_slots, _WORDS)
+        self._table: NDArray[np.uint64] | None = table
         content = self.n_slots * self.slot_bytes
         flat = np.frombuffer(mapped, np.uint8, count=content, offset=geometry.slots_at)
         self._slots: NDArray[np.uint8] | None = flat.reshape(self.n_slots, self.slot_bytes)
@@ -139,13 +142,39 @@ class _Mapping:
         header.require_published(slot, generation)
         return header
 
+    def verify_all(
+        self, slots: NDArray[np.int64], generations: NDArray[np.int64]
+    ) -> PublishedSlots:
+        """What `verify` says of several slots `(n,)`, with their generations `(n,)`.
+
+        Raises:
+            As `verify`, of one of them.
+        """
+        table = self._table
+        if table is None:
+            raise TransportError("the arena is closed")
+        if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < self.n_slots:
+            raise IndexError(
+                f"slots from {slots.min()} to {slots.max()}, of an arena of {self.n_slots} slots"
+            )
+        _barrier()
+        words = table[slots]
+        _barrier()
+        if (table[slots, :2] == words[:, :2]).all():
+            found = PublishedSlots.decode(words, generations, self.slot_bytes)
+            if found is not None:
+                return found
+        for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True):
+            self.verify(slot, generation)
+        raise SlotPendingError(f"one of {len(slots)} slots changed while its header was read")
+
     def close(self) -> None:
         """Unmap the arena. Idempotent.
 
         Arrays taken from `slots` stay valid: the mapping goes with the last of them.
         """
         mapped, self._map = self._map, None
-        self._words = self._slots = None
+        self._words = self._slots = self._table = None
         if mapped is not None:
             # While a copy holds an array, the mapping cannot be closed; it goes with the array.
             with contextlib.suppress(BufferError):

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from omni_connector.errors import (
     IncompatiblePeerError,
@@ -102,6 +104,52 @@ class SlotHeader(msgspec.Struct, frozen=True, gc=False):
             f"slot {slot} is {self.state.name} with generation {self.generation}, "
             f"wanted PUBLISHED with {generation}"
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PublishedSlots:
+    """What the headers of published slots say, of which all are alike in state and generation.
+
+    Attributes:
+        lengths: bytes of content `(n,)`.
+        checksums: of the content `(n,)`.
+        keys: name the content, up to 32 bytes each.
+    """
+
+    lengths: NDArray[np.uint64]
+    checksums: NDArray[np.uint64]
+    keys: list[bytes]
+
+    @classmethod
+    def of(cls, headers: Sequence[SlotHeader]) -> "PublishedSlots":
+        """What these headers say."""
+        return cls(
+            np.array([each.length for each in headers], np.uint64),
+            np.array([each.checksum for each in headers], np.uint64),
+            [each.key for each in headers],
+        )
+
+    @classmethod
+    def decode(
+        cls, words: NDArray[np.uint64], generations: NDArray[np.int64], slot_bytes: int
+    ) -> "PublishedSlots | None":
+        """The headers in uint64 `(n, 8)`; None unless all are published with these generations
+        `(n,)`, and hold at most `slot_bytes` bytes of content."""
+        statuses = words[:, 1]
+        key_lengths = statuses >> np.uint64(KEY_LENGTH_SHIFT)
+        states = statuses & np.uint64((1 << KEY_LENGTH_SHIFT) - 1)
+        if not (
+            (states == SlotState.PUBLISHED)
+            & (words[:, 0] == generations.astype(np.uint64))
+            & (key_lengths <= MAX_KEY_BYTES)
+            & (words[:, 6] <= slot_bytes)
+        ).all():
+            return None
+        padded = words[:, 2:6].tobytes()
+        starts = range(0, len(padded), MAX_KEY_BYTES)
+        lengths = key_lengths.tolist()
+        keys = [padded[at : at + n] for at, n in zip(starts, lengths, strict=True)]
+        return cls(words[:, 6], words[:, 7], keys)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def _engine() -> Any:
     try:
         if sys.byteorder != "little":
             raise OSError("this processor is big-endian")
-        return compiled(kernel(__name__, "probe"))
+        return compiled(kernel(__name__, "probe.ll"))
     except CodeDeniedError:  # which `compiled` has said
         return None
     except Exception as error:  # noqa: BLE001 - whatever it is, numpy does the work

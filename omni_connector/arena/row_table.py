@@ -143,7 +143,7 @@ def native_calls() -> tuple[_Call, _Call] | None:
     try:
         if sys.byteorder != "little":
             raise OSError("this processor is big-endian")
-        engine = compiled(kernel(__name__, "row_table"))
+        engine = compiled(kernel(__name__, "row_table.ll"))
     except CodeDeniedError:  # which `compiled` has said
         return None
     except Exception as error:  # noqa: BLE001 - whatever it is, a dict does the work

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from omni_connector.copy.device_hash import device_hash, hashable
 from omni_connector.copy.stream import Stream
 
 logger = logging.getLogger("vllm.omni_connector.staging")
@@ -45,6 +46,7 @@ class CudaStream(Stream):
         self._registering = threading.Lock()
         self._registered: list[int] = []
         self._closed = False
+        self._hash = device_hash(device)
 
     def active(self) -> AbstractContextManager[object]:
         # Entering a stream also makes its device the current one.
@@ -80,6 +82,14 @@ class CudaStream(Stream):
     def to_device(self, ids: NDArray[np.int64]) -> torch.Tensor:
         # From pageable memory torch waits until the copy is there.
         return torch.from_numpy(np.ascontiguousarray(ids)).to(self._device)
+
+    def can_hash(self, nbytes: int) -> bool:
+        return self._hash is not None and hashable(nbytes)
+
+    def hash(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self._hash is not None
+        sums = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
+        return sums.copy_(self._hash(rows), non_blocking=True)
 
     def pin(self, slots: NDArray[np.uint8]) -> bool:
         address = slots.ctypes.data

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.copy.copier import BlockCopier, BlockCopy, check_slots, consecutive
+from omni_connector.copy.host_rows import SHARED_BYTES, Sharing, begin_hashing, in_parts
 from omni_connector.copy.native import (
     ALIGNMENT,
     LEAST_HASHED,
@@ -28,17 +29,6 @@ _HASHED_BYTES = 512 * 1024
 
 _COPIED_BYTES = 4 * 1024 * 1024
 """Bytes copied between two looks at whether the copy is still wanted."""
-
-_Item = TypeVar("_Item")
-
-
-class Sharing(Protocol):
-    """Threads that share work; see `omni_connector.runtime.shared_work.Helpers`."""
-
-    threads: int
-
-    def share(self, work: Callable[[_Item], None], items: Sequence[_Item]) -> None:
-        """Call `work` with each item; returns once no thread works on any of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +113,10 @@ class CpuCopier(BlockCopier):
         helpers: share in each copy; None leaves all of it to the calling thread.
 
     Attributes:
-        shared_bytes: fewest bytes that a thread copies of a shared copy. A helper wakes in about
-            the time in which these are copied.
+        shared_bytes: fewest bytes that a thread copies of a shared copy.
     """
 
-    shared_bytes = 1 << 20
+    shared_bytes = SHARED_BYTES
 
     def __init__(
         self, canonical: CanonicalKVCaches, layout: SlotLayout, helpers: Sharing | None = None
@@ -149,11 +138,9 @@ class CpuCopier(BlockCopier):
         self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
     ) -> NDArray[np.uint64] | None:
         rows = [self._groups[group].rows for group in groups]
-        nbytes = sum(each.nbytes for each in rows)
-        aligned = not (slots.ctypes.data % ALIGNMENT or slots.strides[0] % ALIGNMENT)
-        if native_copy() is None or not aligned or not all(each.whole for each in rows):
+        if not all(each.whole for each in rows):
             return None
-        return begin(count, nbytes) if nbytes >= LEAST_HASHED else None
+        return begin_hashing([each.nbytes for each in rows], slots, count)
 
     def load_pages(
         self, copy: BlockCopy, runs: Sequence[PageRun], length: int
@@ -175,48 +162,12 @@ class CpuCopier(BlockCopier):
     def _copy(
         self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
     ) -> NDArray[np.uint64] | None:
-        count, size = len(copy.block_ids), self._layout.group_bytes[copy.group]
-        return self._shared(
-            copy, count * size, lambda part: self._copy_part(part, saving, cancelled)
-        )
-
-    def _shared(
-        self,
-        copy: BlockCopy,
-        nbytes: int,
-        work: Callable[[BlockCopy], NDArray[np.uint64] | None],
-    ) -> NDArray[np.uint64] | None:
-        """What `work` gives for all blocks of a copy of `nbytes`, which the helpers share in."""
-        if self._helpers is None:
-            return work(copy)
-        count = len(copy.block_ids)
-        # More parts than threads, as one may come late.
-        parts = max(1, min(2 * self._helpers.threads, count, nbytes // self.shared_bytes))
-        sums: dict[int, NDArray[np.uint64]] = {}
-        given_up: list[int] = []
-
-        def copy_part(part: int) -> None:
-            some = slice(count * part // parts, count * (part + 1) // parts)
-            states = None if copy.states is None else copy.states[some]
-            ids = copy.block_ids[some], copy.slot_ids[some]
-            each = replace(copy, block_ids=ids[0], slot_ids=ids[1], states=states)
-            found = None if given_up else work(each)
-            if found is None:
-                given_up.append(part)
-            else:
-                sums[part] = found
-
-        self._helpers.share(copy_part, range(parts))
-        return None if given_up else np.concatenate([sums[part] for part in range(parts)])
-
-    def _copy_part(
-        self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
-    ) -> NDArray[np.uint64] | None:
         group, native = self._groups[copy.group], native_copy()
         rows = group.rows
         blocks = rows.blocks(copy.block_ids)
         slots = rows.slots(copy.slots, copy.slot_ids)
         targets, sources = (slots, blocks) if saving else (blocks, slots)
+        count, size = len(targets), self._layout.group_bytes[copy.group]
         if (
             native is None
             or not rows.whole
@@ -225,20 +176,51 @@ class CpuCopier(BlockCopier):
         ):
             if copy.states is not None:
                 raise ValueError("states of checksums, for slots that `begin` was not told of")
-            return self._copy_by_numpy(copy, saving, cancelled)
-        states = begin(len(targets), rows.nbytes) if copy.states is None else copy.states
-        step = max(1, len(targets))
-        if cancelled is not None:
-            step = max(1, _COPIED_BYTES // self._layout.group_bytes[copy.group])
-        for at in range(0, len(targets), step):
-            if cancelled is not None and cancelled():
-                return None
-            some = slice(at, at + step)
-            native(targets[some], sources[some], rows.lengths, states[some], checksum=copy.checksum)
+            return self._shared(
+                copy, count * size, lambda part: self._copy_by_numpy(part, saving, cancelled)
+            )
+        states = begin(count, rows.nbytes) if copy.states is None else copy.states
+        run = native.copying(targets, sources, rows.lengths, states, checksum=copy.checksum)
+        step = max(1, count if cancelled is None else _COPIED_BYTES // size)
+        given_up: list[int] = []
+
+        def copy_part(some: slice) -> None:
+            for first in range(some.start, some.stop, step):
+                if given_up or (cancelled is not None and cancelled()):
+                    given_up.append(first)
+                    return
+                run(slice(first, min(first + step, some.stop)))
+
+        in_parts(self._helpers, count, count * size, copy_part, self.shared_bytes)
+        if given_up:
+            return None
         if not saving and group.padding:
-            for block, _, count in consecutive(copy.block_ids, copy.slot_ids, len(targets)):
-                _zero(group.padding, block, count)
-        return checksums(states) if copy.checksum else np.zeros(len(targets), np.uint64)
+            for block, _, together in consecutive(copy.block_ids, copy.slot_ids, count):
+                _zero(group.padding, block, together)
+        return checksums(states) if copy.checksum else np.zeros(count, np.uint64)
+
+    def _shared(
+        self,
+        copy: BlockCopy,
+        nbytes: int,
+        work: Callable[[BlockCopy], NDArray[np.uint64] | None],
+    ) -> NDArray[np.uint64] | None:
+        """What `work` gives for all blocks of a copy of `nbytes`, which the helpers share in."""
+        sums: dict[int, NDArray[np.uint64]] = {}
+        given_up: list[slice] = []
+
+        def copy_part(some: slice) -> None:
+            states = None if copy.states is None else copy.states[some]
+            ids = copy.block_ids[some], copy.slot_ids[some]
+            each = replace(copy, block_ids=ids[0], slot_ids=ids[1], states=states)
+            found = None if given_up else work(each)
+            if found is None:
+                given_up.append(some)
+            else:
+                sums[some.start] = found
+
+        in_parts(self._helpers, len(copy.block_ids), nbytes, copy_part, self.shared_bytes)
+        return None if given_up else np.concatenate([sums[first] for first in sorted(sums)])
 
     def _check_runs(self, copy: BlockCopy, runs: Sequence[PageRun], length: int) -> None:
         check_slots(copy, length)

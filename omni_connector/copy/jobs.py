@@ -27,7 +27,7 @@ from omni_connector.transports.base import Endpoint
 logger = logging.getLogger("vllm.omni_connector.worker")
 
 BATCH_BYTES: Final = 8 << 20
-"""Bytes of blocks that are copied, committed and read in one go."""
+"""Bytes of blocks that a core copies, and a job publishes or reads, in one go."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -111,6 +111,7 @@ class Saver:
     ) -> None:
         self._arena = arena
         self._layout = layer_ranges.layout
+        self._batches = batch_blocks(self._layout, copier.speed)
         self._copies = partial(LayeredSave, copier, layer_ranges, checksum)
 
     def work(self, job_id: int, spec: SaveSpec, fence: object) -> Work:
@@ -129,7 +130,7 @@ class Saver:
                     self._begin_write(slots, generations)
                     yield True
                     outcome.early = yield from copies.follow(cancelled)
-                for group, places in spec.blocks.batches(batch_blocks(self._layout)):
+                for group, places in spec.blocks.batches(self._batches):
                     saves = self._save(spec, group, places, copies, cancelled)
                     if cancelled() or not (yield from saves):
                         outcome.failure = "cancelled"
@@ -188,7 +189,7 @@ class Saver:
             self._arena.begin_write(slot, generation)
 
 
-def batch_blocks(layout: SlotLayout) -> list[int]:
+def batch_blocks(layout: SlotLayout, speed: int = 1) -> list[int]:
     """For each group the blocks that are copied and committed at once, so that a peer can read the
-    first ones while the last are still being copied."""
-    return [max(1, BATCH_BYTES // max(1, size)) for size in layout.group_bytes]
+    first ones while the last are still being copied; `speed` is that of the copier."""
+    return [max(1, speed * BATCH_BYTES // max(1, size)) for size in layout.group_bytes]

@@ -21,7 +21,8 @@ from omni_connector.kv.spans import BlockSpans
 from omni_connector.runtime.trace import Trace, now
 
 _HASHED_BYTES: Final = 1024 * 1024
-"""Bytes copied before they are hashed: few enough to be still in the core's own cache."""
+"""Bytes of a layer that are copied at once: few enough to be still in the core's own cache when
+they are hashed."""
 
 
 class Forward:
@@ -192,13 +193,22 @@ class LayeredSave:
                 yield UNTIL_NOTIFIED
                 continue
             layer_range, places = self._layer_ranges[group][self._done[group]], self._places[group]
-            for batch in _batches(places, layer_range):
+            for batch in self._batches(places, layer_range):
                 if not self._copy(group, layer_range, batch, cancelled):
                     return copied
                 copied += len(batch) * (layer_range.end - layer_range.first)
                 yield True
             self._done[group] += 1
         return copied
+
+    def _batches(
+        self, places: NDArray[np.int64], layer_range: LayerRange
+    ) -> Iterator[NDArray[np.int64]]:
+        """Places of blocks of which one layer is copied at once."""
+        nbytes = _HASHED_BYTES * self._copier.speed
+        count = max(1, nbytes // (layer_range.end - layer_range.first))
+        for first in range(0, len(places), count):
+            yield places[first : first + count]
 
     def _next_group(self) -> int | None:
         """A group whose next layer is computed."""
@@ -227,7 +237,7 @@ class LayeredSave:
             whole = BlockCopy(group, *ids, self._checksum, self._forward.fence)
             return self._copier.save(whole, cancelled=cancelled)
         for layer_range in layer_ranges[done:]:
-            for batch in _batches(places, layer_range):
+            for batch in self._batches(places, layer_range):
                 if not self._copy(group, layer_range, batch, cancelled):
                     return None
         if self._checksum and self._states.get(group) is None:
@@ -272,6 +282,7 @@ class TracedCopier(BlockCopier):
 
     def __init__(self, inner: BlockCopier, layer_ranges: LayerRanges, trace: Trace) -> None:
         super().__init__(layer_ranges.layout)
+        self.speed = inner.speed
         self._inner = inner
         self._trace = trace
         self._layers = {
@@ -328,10 +339,3 @@ class TracedCopier(BlockCopier):
             bytes=blocks * self._layout.group_bytes[copy.group],
         )
         return checksums
-
-
-def _batches(places: NDArray[np.int64], layer_range: LayerRange) -> Iterator[NDArray[np.int64]]:
-    """Batches of so few blocks that what was copied of them is hashed while it is cached."""
-    count = max(1, _HASHED_BYTES // (layer_range.end - layer_range.first))
-    for first in range(0, len(places), count):
-        yield places[first : first + count]

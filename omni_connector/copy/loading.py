@@ -118,7 +118,7 @@ class Loader:
             own=None if own is None else {own[1]: OwnArena(own[1][0], own[0])},
             keeps_orphans=keeps_orphans,
         )
-        sizes = batch_blocks(layout)
+        mapped = batch_blocks(layout, copier.speed)
         self._rank = _Rank(
             copier=copier,
             layout=layout,
@@ -126,7 +126,7 @@ class Loader:
             clock=context.clock,
             queued=queued,
             plans=LoadPlans(layout, groups, rank, ranks, stripes),
-            batches=(sizes, [-(-size // threads) * threads for size in sizes]),
+            batches=(batch_blocks(layout), [-(-size // threads) * threads for size in mapped]),
             threads=self._threads,
             arenas=self._arenas,
         )
@@ -342,7 +342,7 @@ class _Load:
                 BlockCopy(step.group, block_ids, slots.rows, slots.index, checked, self._fence)
             )
             yield True
-            self._compare(step, part, checksums.tolist(), slots)
+            self._compare(step, part, checksums, slots)
 
     def _copy_pages(self, step: LoadStep, found: Sequence[Slots]) -> Generator[bool, None, bool]:
         """Fill blocks with whole pages of slots that hold other layers, if the copier can. Pages
@@ -358,7 +358,7 @@ class _Load:
             if checksums is None:
                 return False
             yield True
-            self._compare(step, part, checksums.tolist(), slots)
+            self._compare(step, part, checksums, slots)
         return True
 
     def _convert(self, step: LoadStep, found: Sequence[Slots]) -> Generator[bool, None, None]:
@@ -366,7 +366,7 @@ class _Load:
         made = np.zeros((len(step.block_ids), self._rank.layout.slot_bytes), np.uint8)
         for part, slots in zip(step.by_arena(), found, strict=True):
             source = part.source
-            checksums = []
+            sums: list[int] = []
             assert source.converter is not None
             checked = self._checks(slots)
             numbers = step.numbers[part.at].tolist()
@@ -382,9 +382,9 @@ class _Load:
                     source.converter.copy(
                         content, number, made[at], index, source.heads, end_token=(index + 1) * ours
                     )
-                checksums.append(xxhash.xxh3_64_intdigest(content.data) if checked else 0)
+                sums.append(xxhash.xxh3_64_intdigest(content.data) if checked else 0)
             yield True
-            self._compare(step, part, checksums, slots)
+            self._compare(step, part, np.array(sums, np.uint64), slots)
         rows = np.arange(len(made), dtype=np.int64)
         self._rank.copier.load(
             BlockCopy(step.group, step.block_ids, made, rows, False, self._fence)
@@ -394,18 +394,17 @@ class _Load:
         """Whether checksums are compared. Of what travelled they are, in any case."""
         return self._rank.checksum or not slots.in_place
 
-    def _compare(self, step: LoadStep, part: SlotPart, checksums: list[int], slots: Slots) -> None:
+    def _compare(
+        self, step: LoadStep, part: SlotPart, checksums: NDArray[np.uint64], slots: Slots
+    ) -> None:
         headers = slots.headers()
-        numbers = step.slots[part.at].tolist()
-        for slot, checksum, header in zip(numbers, checksums, headers, strict=True):
-            published = header.checksum
-            if checksum != published and self._checks(slots):
+        if self._checks(slots):
+            for at in np.flatnonzero(checksums != headers.checksums)[:1].tolist():
                 raise ChecksumError(
-                    f"slot {slot}: checksum {checksum:#x}, published {published:#x}"
+                    f"slot {step.slots[part.at][at]}: checksum {checksums[at]:#x}, published "
+                    f"{headers.checksums[at]:#x}"
                 )
-        if step.keys is None:
-            return
-        if [header.key for header in headers] != step.keys[part.at].tolist():
+        if step.keys is not None and headers.keys != step.keys[part.at].tolist():
             raise StaleSlotError("a slot holds another block than the index says")
 
     def _failed(self, error: Exception) -> None:

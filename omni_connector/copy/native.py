@@ -16,7 +16,7 @@ None, and who copies takes numpy.
 import ctypes
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -46,6 +46,8 @@ _FIRST_SUMS: Final = (
     0x9E3779B1,
 )
 """Those that xxh3-64 begins with."""
+
+_STATE_BYTES: Final = 8 * (len(_FIRST_SUMS) + 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +139,7 @@ class NativeCopy:
     """Copies rows between addresses, for which the caller answers until the call has ended."""
 
     def __init__(self) -> None:
-        self._engine = compiled(kernel(__name__, "copy"))  # the code is gone with it
+        self._engine = compiled(kernel(__name__, "copy.ll"))  # the code is gone with it
         pointer = ctypes.c_void_p
         number = ctypes.c_int64
         kind = ctypes.CFUNCTYPE(None, *(3 * [pointer]), number, number, pointer)
@@ -155,7 +157,19 @@ class NativeCopy:
         *,
         checksum: bool,
     ) -> None:
-        """Copy the rows of some slots.
+        """Copy the rows of some slots; arguments and errors as `copying`."""
+        self.copying(targets, sources, lengths, states, checksum=checksum)(slice(0, len(targets)))
+
+    def copying(
+        self,
+        targets: NDArray[np.int64],
+        sources: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        states: NDArray[np.uint64],
+        *,
+        checksum: bool,
+    ) -> "OfSlots":
+        """What copies the rows of some slots, for several threads to call.
 
         Args:
             targets, sources: addresses `(slots, rows)`; targets are multiples of `ALIGNMENT`.
@@ -166,14 +180,10 @@ class NativeCopy:
         Raises:
             ValueError: arrays of other shapes; nothing was copied.
         """
-        slots, rows = targets.shape
         if sources.shape != targets.shape:
             raise ValueError(f"rows {targets.shape} from {sources.shape}, lengths {lengths.shape}")
-        self._require_shapes(sources, lengths, states)
-        targets, sources, lengths = map(np.ascontiguousarray, (targets, sources, lengths))
-        places = (array.ctypes.data for array in (targets, sources, lengths))
         run = self._copy_hashed if checksum else self._copy
-        run(*places, slots, rows, states.ctypes.data)
+        return OfSlots(run, (targets, sources), lengths, states)
 
     def hash(
         self,
@@ -181,25 +191,60 @@ class NativeCopy:
         lengths: NDArray[np.int64],
         states: NDArray[np.uint64],
     ) -> None:
-        """Go on with the checksums over rows that are not copied; arguments as `__call__`."""
-        self._require_shapes(sources, lengths, states)
-        slots, rows = sources.shape
-        sources, lengths = map(np.ascontiguousarray, (sources, lengths))
-        self._hash(sources.ctypes.data, lengths.ctypes.data, slots, rows, states.ctypes.data)
+        """Go on with the checksums over rows that are not copied; arguments as `copying`."""
+        self.hashing(sources, lengths, states)(slice(0, len(sources)))
 
-    @staticmethod
-    def _require_shapes(
-        sources: NDArray[np.int64], lengths: NDArray[np.int64], states: NDArray[np.uint64]
+    def hashing(
+        self,
+        sources: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        states: NDArray[np.uint64],
+    ) -> "OfSlots":
+        """As `copying`, of what `hash` does."""
+        return OfSlots(self._hash, (sources,), lengths, states)
+
+
+class OfSlots:
+    """Machine code that goes over the rows of slots. All that Python does is done when it is made,
+    once for all threads, as only one thread runs Python at a time.
+
+    Args:
+        run: the code.
+        places: addresses `(slots, rows)`, one array or two.
+        lengths: bytes `(rows,)`.
+        states: of checksums `(slots, 10)`.
+
+    Raises:
+        ValueError: arrays of other shapes.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., None],
+        places: tuple[NDArray[np.int64], ...],
+        lengths: NDArray[np.int64],
+        states: NDArray[np.uint64],
     ) -> None:
-        slots, rows = sources.shape
+        slots, self._rows = places[0].shape
         if (
-            lengths.shape != (rows,)
+            lengths.shape != (self._rows,)
             or states.shape != (slots, len(_FIRST_SUMS) + 2)
             or not states.flags.c_contiguous
         ):
             raise ValueError(
-                f"rows from {sources.shape}, states {states.shape}, lengths {lengths.shape}"
+                f"rows {places[0].shape}, lengths {lengths.shape}, states {states.shape}"
             )
+        self._run = run
+        # Arrays of which only the addresses are used below.
+        self._kept = [np.ascontiguousarray(each) for each in (*places, lengths)] + [states]
+        *self._places, self._lengths, self._states = (each.ctypes.data for each in self._kept)
+
+    def __call__(self, slots: slice) -> None:
+        """Go over some of the slots, from `start` to `stop`."""
+        first = slots.start
+        places = [each + first * self._rows * 8 for each in self._places]
+        states = self._states + first * _STATE_BYTES
+        self._run(*places, self._lengths, slots.stop - first, self._rows, states)
 
 
 @functools.cache

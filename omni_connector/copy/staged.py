@@ -3,18 +3,19 @@
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.copy.copier import BlockCopier, BlockCopy, consecutive
+from omni_connector.copy.host_rows import HostRows, Sharing, begin_hashing
 from omni_connector.copy.stream import Stream
 from omni_connector.kv.canonical import SLOT_ALIGNMENT, CanonicalKVCaches, SlotLayout
 from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of
@@ -24,8 +25,9 @@ logger = logging.getLogger("vllm.omni_connector.staging")
 # Longest wait of `close` for a copy under way, in seconds.
 _CLOSE_S: Final = 5.0
 
-_STAGING_BYTES = 32 * 1024 * 1024
-"""Enough to keep a PCIe link busy; two of them, so that a device and its host work at once."""
+_STAGING_BYTES: Final = 32 << 20
+"""Of each of two staging buffers. A GPU of 2023 copies these in 0.6 ms, beside which launches and
+checksums take a quarter (benchmarks/results/device.md)."""
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -156,24 +158,31 @@ class _Pinned:
         return pieces
 
 
+class _Run(NamedTuple):
+    """Rows of a batch beside slots that lie together, all in one pinned piece."""
+
+    rows: slice
+    slots: slice
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
     """Blocks that fit a staging buffer.
 
     Attributes:
         buffer: which of the two buffers.
-        first: the place of the first of them in the call.
+        places: of these blocks among those of the call.
         block_ids: on the device `(n,)`.
         slot_ids: their slots `(n,)`.
-        pieces: the pinned piece that each slot lies in `(n,)`; None where the bytes cross through a
-            buffer of the host, as one of the slots lies in none.
+        runs: what the device copies from and to slots itself; None where the bytes cross through a
+            buffer of the host.
     """
 
     buffer: int
-    first: int
+    places: slice
     block_ids: torch.Tensor
     slot_ids: NDArray[np.int64]
-    pieces: NDArray[np.int64] | None
+    runs: list[_Run] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +192,34 @@ class _Call:
     Attributes:
         slots: the slots of the copy, as a tensor; None where the device may not use them itself.
         sums: the checksums `(n,)`.
+        device_hashes: whether the device makes them.
     """
 
     copy: BlockCopy
     on_device: GroupOnDevice
     slots: torch.Tensor | None
     sums: NDArray[np.uint64]
+    device_hashes: bool
+
+    @property
+    def host_hashes(self) -> bool:
+        """Whether the host makes the checksums."""
+        return self.copy.checksum and not self.device_hashes
+
+    @property
+    def stored(self) -> NDArray[np.uint8]:
+        """The bytes of all slots that hold blocks."""
+        return self.copy.slots[:, : self.on_device.row_bytes]
+
+    def slots_of(self, run: _Run) -> torch.Tensor:
+        """The slots of a run, as the device copies them."""
+        assert self.slots is not None
+        return self.slots[run.slots, : self.on_device.row_bytes]
+
+    def states(self, batch: _Batch) -> NDArray[np.uint64] | None:
+        """States of the batch's checksums."""
+        states = self.copy.states
+        return None if states is None else states[batch.places]
 
 
 class StagedCopier(BlockCopier):
@@ -196,25 +227,37 @@ class StagedCopier(BlockCopier):
 
     Blocks are gathered into a staging buffer on the device and cross to the host in one
     piece, straight into slots that were pinned, else into a pinned buffer; loads are the same
-    backwards. The host copies and hashes one batch while the device works on the next.
+    backwards. The device makes the checksums from the staging buffer, if it can. What the host does
+    for one batch it does while the device works on the next.
 
     Args:
         canonical: the KV cache.
         layout: its slots.
         stream: where the device's work goes; owned, and closed with the copier.
+        helpers: share in what the host does; None leaves all of it to the calling thread.
         staging_bytes: bytes of each of the two staging buffers; at least one slot is staged.
+
+    Attributes:
+        direct_bytes: the device copies to and from pinned slots itself where as many bytes lie
+            together, on average. Else it takes the host longer to ask for each transfer than to
+            copy from one buffer to all slots.
     """
+
+    speed = 8
+    direct_bytes = 256 << 10
 
     def __init__(
         self,
         canonical: CanonicalKVCaches,
         layout: SlotLayout,
         stream: Stream,
+        helpers: Sharing | None = None,
         *,
         staging_bytes: int = _STAGING_BYTES,
     ) -> None:
         super().__init__(layout)
         self._stream = stream
+        self._host_rows = HostRows(helpers)
         self._groups = [
             GroupOnDevice.of(canonical, group) for group in range(len(layout.group_bytes))
         ]
@@ -237,6 +280,11 @@ class StagedCopier(BlockCopier):
         # One assignment: copies on other threads look at it without a lock.
         self._pinned = self._pinned.beside(address, address + slots.nbytes)
         return True
+
+    def begin(
+        self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
+    ) -> NDArray[np.uint64] | None:
+        return begin_hashing([self._groups[group].row_bytes for group in groups], slots, count)
 
     def _copy(
         self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
@@ -281,26 +329,47 @@ class StagedCopier(BlockCopier):
         # A tensor cannot be read-only, and the slots of peers are.
         if copy.slots.flags.writeable and copy.slots.strides[0] >= copy.slots.shape[1]:
             slots = torch.from_numpy(copy.slots.view(np.int8))
+        on_device = self._groups[copy.group]
+        whole = copy.checksum and copy.states is None
+        device_hashes = whole and self._stream.can_hash(on_device.row_bytes)
         sums = np.zeros(len(copy.block_ids), np.uint64)
-        return _Call(copy, self._groups[copy.group], slots, sums)
+        return _Call(copy, on_device, slots, sums, device_hashes)
 
     def _batches(self, call: _Call, block_ids: torch.Tensor) -> Iterator[_Batch]:
-        copy, size = call.copy, call.on_device.row_bytes
+        size = call.on_device.row_bytes
         aligned = max(1, -(-size // SLOT_ALIGNMENT)) * SLOT_ALIGNMENT
         rows = self._rows * self._layout.slot_bytes // aligned
         for number, first in enumerate(range(0, len(block_ids), rows)):
-            slot_ids = copy.slot_ids[first : first + rows]
-            pieces = None
-            if call.slots is not None:
-                addresses = copy.slots.ctypes.data + slot_ids * copy.slots.strides[0]
-                pieces = self._pinned.pieces_of(addresses, size)
-            yield _Batch(number % 2, first, block_ids[first : first + rows], slot_ids, pieces)
+            places = slice(first, min(first + rows, len(block_ids)))
+            slot_ids = call.copy.slot_ids[places]
+            runs = self._runs(call, slot_ids)
+            yield _Batch(number % 2, places, block_ids[places], slot_ids, runs)
+
+    def _runs(self, call: _Call, slot_ids: NDArray[np.int64]) -> list[_Run] | None:
+        """What the device copies itself; None where the host copies."""
+        if call.slots is None:
+            return None
+        size = call.on_device.row_bytes
+        distance = call.slots.stride(0)
+        addresses = call.slots.data_ptr() + slot_ids * distance
+        pieces = self._pinned.pieces_of(addresses, size)
+        if pieces is None:
+            return None
+        limit = len(slot_ids) if size == distance else 1
+        rows = np.arange(len(slot_ids))
+        changes = np.flatnonzero(np.diff(pieces)) + 1
+        runs = [
+            _Run(slice(row, row + count), slice(slot, slot + count))
+            for some in np.split(rows, changes)
+            for row, slot, count in consecutive(some, slot_ids[some], limit)
+        ]
+        return runs if len(slot_ids) * size >= len(runs) * self.direct_bytes else None
 
     def _pump(
         self,
         call: _Call,
         cancelled: Callable[[], bool] | None,
-        start: Callable[[_Call, _Batch], None],
+        start: Callable[[_Call, _Batch], torch.Tensor | None],
         end: Callable[[_Call, _Batch], None],
     ) -> bool:
         """Run all batches; each ends while the next is under way. Returns False if cancelled."""
@@ -309,85 +378,91 @@ class StagedCopier(BlockCopier):
             block_ids = self._stream.to_device(call.copy.block_ids)
             if call.copy.fence is not None:
                 self._stream.wait(call.copy.fence)
-            under_way: tuple[object, _Batch] | None = None
+            under_way: deque[tuple[object, _Batch, torch.Tensor | None]] = deque()
+
+            def end_first() -> None:
+                mark, batch, sums = under_way.popleft()
+                self._stream.finish(mark)
+                end(call, batch)
+                if sums is not None:
+                    call.sums[batch.places] = sums.numpy().view(np.uint64)
+
             try:
                 for batch in self._batches(call, block_ids):
                     if cancelled is not None and cancelled():
                         return False
-                    start(call, batch)
-                    before, under_way = under_way, (self._stream.mark(), batch)
-                    if before is not None:
-                        self._stream.finish(before[0])
-                        end(call, before[1])
-                if under_way is not None:
-                    self._stream.finish(under_way[0])
-                    end(call, under_way[1])
+                    sums = start(call, batch)
+                    under_way.append((self._stream.mark(), batch, sums))
+                    if len(under_way) > 1:
+                        end_first()
+                while under_way:
+                    end_first()
             finally:
                 # Nothing may still use the staging buffers, or write blocks, after an error.
                 self._stream.finish(None)
         return True
 
-    def _out(self, call: _Call, batch: _Batch) -> None:
+    def _out(self, call: _Call, batch: _Batch) -> torch.Tensor | None:
+        """Begin to save a batch. Returns its checksums, if the device makes them."""
         staged = self._buffer(self._staged, call, batch)
         call.on_device.gather(self._stream, batch.block_ids, staged)
-        if batch.pieces is None:
+        sums = self._stream.hash(staged) if call.device_hashes else None
+        if batch.runs is None:
             self._cross(self._buffer(self._bounced, call, batch), staged, lands=True)
         else:
-            for rows, slots in self._pieces(call, batch):
-                self._cross(slots, staged[rows], lands=True)
+            for run in batch.runs:
+                self._cross(call.slots_of(run), staged[run.rows], lands=True)
+        return sums
 
     def _land(self, call: _Call, batch: _Batch) -> None:
-        size = call.on_device.row_bytes
-        if batch.pieces is None:
-            bounced = self._buffer(self._bounced, call, batch).numpy().view(np.uint8)
-            for row, slot in enumerate(batch.slot_ids.tolist()):
-                call.copy.slots[slot, :size] = bounced[row]
-        self._hash(call, batch, call.copy.slots, batch.slot_ids.tolist())
+        """End to save a batch whose bytes are in the host's memory."""
+        if batch.runs is None:
+            self._bounce(call, batch, saving=True)
+        elif call.host_hashes:
+            self._hash(call, batch)
 
-    def _in(self, call: _Call, batch: _Batch) -> None:
+    def _in(self, call: _Call, batch: _Batch) -> torch.Tensor | None:
+        """Begin to load a batch; returns as `_out`."""
         staged = self._buffer(self._staged, call, batch)
-        if batch.pieces is None:
-            bounce = self._buffer(self._bounced, call, batch)
-            bounced = bounce.numpy().view(np.uint8)
-            for row, slot in enumerate(batch.slot_ids.tolist()):
-                bounced[row] = call.copy.slots[slot, : call.on_device.row_bytes]
-            # The very bytes that the device gets: the slot may have changed since.
-            self._hash(call, batch, bounced, range(len(batch.slot_ids)))
-            self._cross(staged, bounce)
+        if batch.runs is None:
+            self._cross(staged, self._bounce(call, batch, saving=False))
         else:
-            for rows, slots in self._pieces(call, batch):
-                self._cross(staged[rows], slots)
+            for run in batch.runs:
+                self._cross(staged[run.rows], call.slots_of(run))
+        sums = self._stream.hash(staged) if call.device_hashes else None
         call.on_device.scatter(self._stream, batch.block_ids, staged)
+        return sums
 
     def _landed(self, call: _Call, batch: _Batch) -> None:
-        if batch.pieces is not None:
-            self._hash(call, batch, call.copy.slots, batch.slot_ids.tolist())
+        """End to load a batch that is in its blocks."""
+        if batch.runs is not None and call.host_hashes:
+            self._hash(call, batch)
+
+    def _bounce(self, call: _Call, batch: _Batch, *, saving: bool) -> torch.Tensor:
+        """Copy the batch's rows between their slots and a buffer of the host, which this returns.
+        What the host hashes is what it has written: a slot may have changed since."""
+        buffer = self._buffer(self._bounced, call, batch)
+        rows = buffer.numpy().view(np.uint8)
+        places = np.arange(len(rows))
+        stored = call.stored
+        targets, sources = (stored, rows) if saving else (rows, stored)
+        to, from_ = (batch.slot_ids, places) if saving else (places, batch.slot_ids)
+        sums = self._host_rows.copy(
+            targets, sources, to, from_, checksum=call.host_hashes, states=call.states(batch)
+        )
+        if call.host_hashes:
+            call.sums[batch.places] = sums
+        return buffer
 
     def _cross(self, target: torch.Tensor, source: torch.Tensor, *, lands: bool = False) -> None:
         """Copy between the host and the device; `lands` says that the host's memory is written."""
         copy = partial(target.copy_, source, non_blocking=True)
         self._stream.launch(copy, host=target if lands else source, lands=lands)
 
-    def _hash(
-        self, call: _Call, batch: _Batch, rows: NDArray[np.uint8], indices: Sequence[int]
-    ) -> None:
-        if call.copy.checksum:
-            for i, row in enumerate(indices):
-                stored = rows[row, : call.on_device.row_bytes]
-                call.sums[batch.first + i] = xxhash.xxh3_64_intdigest(stored.data)
-
-    def _pieces(self, call: _Call, batch: _Batch) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The batch's rows beside the slots for them, both contiguous, each in one pinned piece."""
-        slots = call.slots
-        assert slots is not None
-        assert batch.pieces is not None
-        size = call.on_device.row_bytes
-        limit = len(batch.slot_ids) if size == slots.stride(0) else 1
-        rows = np.arange(len(batch.slot_ids))
-        changes = np.flatnonzero(np.diff(batch.pieces)) + 1
-        for some in np.split(rows, changes):
-            for row, slot, count in consecutive(some, batch.slot_ids[some], limit):
-                yield slice(row, row + count), slots[slot : slot + count, :size]
+    def _hash(self, call: _Call, batch: _Batch) -> None:
+        """Hash the batch's slots."""
+        sums = self._host_rows.hash(call.stored, batch.slot_ids, call.states(batch))
+        call.sums[batch.places] = sums
 
     def _buffer(self, pair: list[torch.Tensor], call: _Call, batch: _Batch) -> torch.Tensor:
         """Int8 `(n, row_bytes)`: the batch's part of a staging buffer."""

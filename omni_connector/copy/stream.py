@@ -80,6 +80,25 @@ class Stream(ABC):
             RuntimeError: there is no memory.
         """
 
+    def can_hash(self, nbytes: int) -> bool:
+        """Whether the device hashes rows of so many bytes."""
+        return False
+
+    def hash(self, rows: torch.Tensor) -> torch.Tensor:
+        """Have the device hash rows later; called while this stream is active.
+
+        Args:
+            rows: int8 `(n, nbytes)` in the device's memory, contiguous, of which it can.
+
+        Returns:
+            Int64 `(n,)` in the host's memory: xxh3-64 of each row, which nobody may read before it
+            is finished.
+
+        Raises:
+            RuntimeError: there is no memory, or the device has failed.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def pin(self, slots: NDArray[np.uint8]) -> bool:
         """Let this stream copy to and from `slots` itself; returns whether it can.

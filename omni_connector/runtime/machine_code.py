@@ -51,13 +51,13 @@ def code_is_denied() -> bool:
 
 
 def kernel(module: str, name: str) -> str:
-    """Return the IR of a kernel, from the folder `kernels` beside a module.
+    """Return a kernel as it is shipped, from the folder `kernels` beside a module.
 
-    >>> kernel("omni_connector.copy.native", "copy").splitlines()[1]
+    >>> kernel("omni_connector.copy.native", "copy.ll").splitlines()[1]
     '; scripts/compile_kernels.py has made this file.'
     """
     folder = files(module.rpartition(".")[0]).joinpath("kernels")
-    return folder.joinpath(f"{name}.ll").read_text(encoding="utf-8")
+    return folder.joinpath(name).read_text(encoding="utf-8")
 
 
 def compiled(code: str) -> Any:

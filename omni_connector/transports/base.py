@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena
-from omni_connector.arena.format import EPOCH_BYTES, ArenaGeometry, SlotHeader
+from omni_connector.arena.format import EPOCH_BYTES, ArenaGeometry, PublishedSlots, SlotHeader
 from omni_connector.errors import ProtocolError, TransportError
 from omni_connector.net.peers import is_loopback
 
@@ -137,6 +137,17 @@ class RemoteArena(ABC):
             IntegrityError: the header makes no sense.
             TransportError: it cannot be read.
         """
+
+    def verify_all(
+        self, slots: NDArray[np.int64], generations: NDArray[np.int64]
+    ) -> PublishedSlots:
+        """What `verify` says of several slots `(n,)`, with their generations `(n,)`.
+
+        Raises:
+            As `verify`, of one of them.
+        """
+        pairs = zip(slots.tolist(), generations.tolist(), strict=True)
+        return PublishedSlots.of([self.verify(slot, generation) for slot, generation in pairs])
 
     def read_into(self, slot_ids: Sequence[int], dst: NDArray[np.uint8]) -> None:
         """Copy the first bytes of slots, unverified: `dst` is (len(slot_ids), width) uint8.

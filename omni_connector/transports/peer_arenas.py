@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena
-from omni_connector.arena.format import SlotHeader
+from omni_connector.arena.format import PublishedSlots, SlotHeader
 from omni_connector.errors import OmniError, PeerUnreachableError, ProtocolError
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.trace import now
@@ -61,6 +61,14 @@ class OwnArena(RemoteArena):
     def verify(self, slot: int, generation: int) -> SlotHeader:
         try:
             return self._arena.verify(slot, generation)
+        except IndexError as error:
+            raise ProtocolError(f"the own arena: {error}") from error
+
+    def verify_all(
+        self, slots: NDArray[np.int64], generations: NDArray[np.int64]
+    ) -> PublishedSlots:
+        try:
+            return self._arena.verify_all(slots, generations)
         except IndexError as error:
             raise ProtocolError(f"the own arena: {error}") from error
 

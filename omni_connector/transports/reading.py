@@ -18,9 +18,10 @@ from typing import Final, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.arena.format import PublishedSlots
 from omni_connector.errors import PeerRefusedError, SlotPendingError
 from omni_connector.runtime.turns import WOKEN, StartTurns, Turns, TurnThread
-from omni_connector.transports import RemoteArena, SlotHeader
+from omni_connector.transports import RemoteArena
 
 THREADS_A_PEER: Final = 4
 """Most threads that fetch from one peer at a time, so that a slow peer leaves some to others."""
@@ -65,22 +66,20 @@ class MappedSlots:
 
     def __init__(self, remote: RemoteArena, slots: _Ids, generations: _Ids, length: int) -> None:
         self._remote = remote
-        self._refs = list(zip(slots.tolist(), generations.tolist(), strict=True))
+        self._generations = generations
         self._length = length
+        self.index = slots
         self.headers()
         self.rows: NDArray[np.uint8] = remote.slots
-        self.index = slots
 
-    def headers(self) -> list[SlotHeader]:
+    def headers(self) -> PublishedSlots:
         """The headers of the slots. Read after the copy, they show that no slot has changed.
 
         Raises:
             StaleSlotError: a slot was reused meanwhile, so that the copy is a mixture.
         """
-        return [
-            _whole(self._remote.verify(slot, generation), slot, self._length)
-            for slot, generation in self._refs
-        ]
+        found = self._remote.verify_all(self.index, self._generations)
+        return _whole(found, self.index, self._length)
 
     def release(self) -> None:
         """Nothing is held."""
@@ -100,12 +99,9 @@ class FetchedSlots:
         self.rows: NDArray[np.uint8] = self._fetched.rows
         self.index: _Ids = np.arange(len(slots), dtype=np.int64)
 
-    def headers(self) -> list[SlotHeader]:
+    def headers(self) -> PublishedSlots:
         """The headers of the slots."""
-        return [
-            _whole(header, slot, self._length)
-            for slot, header in zip(self._slots, self._fetched.headers, strict=True)
-        ]
+        return _whole(PublishedSlots.of(self._fetched.headers), self._slots, self._length)
 
     def release(self) -> None:
         """Give the memory back. Idempotent."""
@@ -282,7 +278,7 @@ def _release(future: "Future[list[FetchedSlots]]") -> None:
             slots.release()
 
 
-def _whole(header: SlotHeader, slot: int, length: int) -> SlotHeader:
-    if header.length != length:
-        raise PeerRefusedError(f"slot {slot} holds {header.length} bytes, not {length}")
-    return header
+def _whole(found: PublishedSlots, slots: _Ids, length: int) -> PublishedSlots:
+    for at in np.flatnonzero(found.lengths != length)[:1].tolist():
+        raise PeerRefusedError(f"slot {slots[at]} holds {found.lengths[at]} bytes, not {length}")
+    return found

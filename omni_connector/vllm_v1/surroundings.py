@@ -16,7 +16,7 @@ from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings
 from omni_connector.copy.choice import make_copier
 from omni_connector.copy.copier import BlockCopier
 from omni_connector.copy.ended import CopiesOfRanks, RankCopies
-from omni_connector.copy.host import Sharing
+from omni_connector.copy.host_rows import Sharing
 from omni_connector.identity.epochs import WeightsDigest, WeightsSaid
 from omni_connector.identity.weight_files import ModelFiles
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout

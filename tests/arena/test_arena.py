@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from omni_connector.arena import arena as arena_module
 from omni_connector.arena import prefault as prefault_module
@@ -19,7 +21,7 @@ from omni_connector.arena.arena import (
     ArenaView,
     memfd,
 )
-from omni_connector.arena.format import ArenaGeometry, SlotState
+from omni_connector.arena.format import ArenaGeometry, PublishedSlots, SlotState
 from omni_connector.errors import (
     IncompatiblePeerError,
     IntegrityError,
@@ -279,6 +281,75 @@ def test_descriptor_that_is_no_memfd_is_refused(place: Path) -> None:
     os.close(writer)
 
 
+def outcome(look: Callable[[], object]) -> object:
+    """What a call returns, or the error that it raises."""
+    try:
+        return look()
+    except (OmniError, IndexError) as error:
+        return type(error), str(error)
+
+
+HEADERS = st.tuples(
+    st.sampled_from([*map(int, SlotState), 3]),  # the last is no state
+    st.integers(4, 6),  # generations: the reader asks for 5
+    st.binary(max_size=32),
+    st.integers(0, SLOT_BYTES + 1),
+    st.integers(0, 2**64 - 1),
+)
+
+
+@given(
+    headers=st.lists(HEADERS, min_size=N_SLOTS, max_size=N_SLOTS),
+    slots=st.lists(st.integers(-1, N_SLOTS), max_size=6),
+)
+def test_several_slots_are_verified_as_one_after_the_other(
+    headers: list[tuple[int, int, bytes, int, int]], slots: list[int]
+) -> None:
+    with Arena.create(N_SLOTS, SLOT_BYTES) as arena, view_of(arena) as view:
+        for slot, (state, generation, key, length, checksum) in enumerate(headers):
+            at = 4096 + 64 * slot
+            packed = struct.pack(
+                "=QQ32sQQ", generation, state | len(key) << 32, key, length, checksum
+            )
+            assert arena._map is not None
+            arena._map[at : at + 64] = packed
+        ids = np.array(slots, np.int64)
+        found = outcome(lambda: view.verify_all(ids, np.full(len(ids), 5)))
+        each = outcome(lambda: [view.verify(slot, 5) for slot in slots])
+    if any(not 0 <= slot < N_SLOTS for slot in slots):
+        assert isinstance(found, tuple)
+        assert found[0] is IndexError
+    elif isinstance(each, list):
+        assert isinstance(found, PublishedSlots)
+        assert found.keys == [header.key for header in each]
+        assert found.lengths.tolist() == [header.length for header in each]
+        assert found.checksums.tolist() == [header.checksum for header in each]
+    else:
+        assert found == each
+
+
+def test_a_slot_that_is_written_again_while_its_header_is_read_is_refused(
+    arena: Arena, view: ArenaView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for slot in (0, 1):
+        arena.begin_write(slot, 5)
+        arena.publish(slot, 5, b"key", 8, 9)
+    barrier = arena_module._barrier
+    calls = iter(range(100))
+
+    def change() -> None:
+        barrier()
+        if next(calls) == 1:  # between the two looks
+            arena.begin_write(1, 6)
+            arena.publish(1, 6, b"other", 8, 9)
+
+    monkeypatch.setattr(arena_module, "_barrier", change)
+    with pytest.raises(StaleSlotError):
+        view.verify_all(np.array([0, 1]), np.array([5, 5]))
+    monkeypatch.undo()
+    assert view.verify_all(np.array([0, 1]), np.array([5, 6])).keys == [b"key", b"other"]
+
+
 def test_view_outlives_the_owner() -> None:
     arena = Arena.create(2, 4096)
     arena.begin_write(1, 3)
@@ -308,6 +379,7 @@ def test_closed_arena_refuses_and_held_arrays_stay_valid() -> None:
         lambda: arena.retire(0),
         lambda: view.slots,
         lambda: view.verify(0, 1),
+        lambda: view.verify_all(np.array([0]), np.array([1])),
     ):
         with pytest.raises(TransportError, match="closed"):
             call()

@@ -59,7 +59,7 @@ def test_machine_code_that_finds_others_is_not_used(
     right: str, wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("llvmlite")
-    changed, count = re.subn(right, wrong, kernel(table_module.__name__, "row_table"))
+    changed, count = re.subn(right, wrong, kernel(table_module.__name__, "row_table.ll"))
     assert count == 2  # in `find` and in `name`
     monkeypatch.setattr(table_module, "kernel", lambda module, name: changed)
     assert native_calls.__wrapped__() is None

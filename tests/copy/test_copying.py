@@ -592,6 +592,7 @@ def test_slots_are_pinned_piece_by_piece_and_no_copy_crosses_from_one_to_the_nex
 
     slots = np.zeros((8, layout.slot_bytes), np.uint8)
     copier = StagedCopier(canonical, layout, Stream(pins=True), staging_bytes=8 * layout.slot_bytes)
+    copier.direct_bytes = 0
     block_ids = ids(range(1, 9))
     some = BlockCopy(0, block_ids[:4], slots, ids(range(4)), checksum=False)
     copier.save(some)
@@ -606,6 +607,10 @@ def test_slots_are_pinned_piece_by_piece_and_no_copy_crosses_from_one_to_the_nex
     assert crossed == ["a buffer"]  # the last slot is in no piece
     for block, slot in zip(range(1, 9), slots, strict=True):
         np.testing.assert_array_equal(slot, cache.slot(0, block))
+    crossed.clear()
+    copier.direct_bytes = 2 * layout.slot_bytes + 1  # two transfers, of three slots and of one
+    copier.save(some)
+    assert crossed == ["a buffer"]
 
 
 def test_a_device_that_refuses_one_piece_is_offered_no_other(kv):

@@ -439,6 +439,7 @@ def test_a_layer_of_a_device_goes_to_pinned_slots_in_batches_of_its_own_size(kv)
 
     def make(canonical, layout, slots):
         made.append(StagedCopier(canonical, layout, stream, staging_bytes=layout.slot_bytes))
+        made[0].direct_bytes = 0
         made[0].pin(slots)
         return made[0]
 
@@ -455,7 +456,7 @@ def test_a_layer_of_a_device_goes_to_pinned_slots_in_batches_of_its_own_size(kv)
 
 def test_zeroed_blocks_are_traced() -> None:
     told: list[Any] = []
-    inner: Any = SimpleNamespace(zero=lambda group, ids, fence=None: told.append(len(ids)))
+    inner: Any = SimpleNamespace(speed=1, zero=lambda group, ids, fence=None: told.append(len(ids)))
     layer_ranges: Any = SimpleNamespace(layout=None, of_groups=())
     trace: Any = SimpleNamespace(span=lambda name, began, **what: told.append((name, what)))
     TracedCopier(inner, layer_ranges, trace).zero(1, np.arange(3))

@@ -55,6 +55,8 @@ class SlowCopier:
         zeroed, loaded: the blocks.
     """
 
+    speed = 1
+
     def __init__(self, clock: FakeClock, seconds: float) -> None:
         self._clock = clock
         self.seconds = seconds
@@ -200,6 +202,23 @@ def test_loads_that_queue_have_their_time_from_their_first_piece_on(arena: Arena
     loads.run()
     assert loads.clock() - FakeClock()() > 3 * TIMEOUT
     assert loads.failures() == dict.fromkeys(range(1, 9))
+
+
+@pytest.mark.parametrize(("speed", "pieces"), [(1, 8), (4, 2)])
+def test_a_faster_copier_loads_more_blocks_at_once(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, speed: int, pieces: int
+) -> None:
+    monkeypatch.setattr(SlowCopier, "speed", speed)
+    loads = Loads(arena, copy_s=0)
+    copies: list[int] = []
+    loads.copier.before = lambda: copies.append(len(loads.copier.loaded))
+    loads.submit(1, list(range(8)))
+    loads.attach()
+    loads.run()
+    loads.attach()
+    loads.run()
+    assert loads.failures() == {1: None}
+    assert len(copies) == pieces
 
 
 def test_time_in_which_others_go_on_does_not_count(arena: Arena) -> None:

@@ -174,7 +174,7 @@ def test_numpy_copies_where_the_compiler_is_missing(monkeypatch, caplog):
     ],
 )
 def test_numpy_copies_where_machine_code_gives_something_else(monkeypatch, caplog, right, wrong):
-    changed, count = re.subn(right, wrong, kernel(native.__name__, "copy"), count=1)
+    changed, count = re.subn(right, wrong, kernel(native.__name__, "copy.ll"), count=1)
     assert count == 1
     monkeypatch.setattr(native, "kernel", lambda module, name: changed)
     assert native_copy.__wrapped__() is None

@@ -108,6 +108,8 @@ class _Log:
 class _Copier:
     """In the place of the copies into KV caches: goes over the same rows."""
 
+    speed = 1
+
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self._sizes = sizes
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV caches in every layout, built the way an engine builds them."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import strategies as st
 
-from omni_connector.copy.copier import BlockCopier
+from omni_connector.copy.copier import BlockCopier, BlockCopy
+from omni_connector.copy.cuda import CudaStream
 from omni_connector.copy.host import CpuCopier
 from omni_connector.copy.staged import StagedCopier
 from omni_connector.copy.stream import Stream
@@ -258,8 +261,9 @@ def hybrids(draw: st.DrawFn) -> tuple[Cache, Cache]:
 class HostStream(Stream):
     """A stream whose work is done as soon as it is asked for; it notes what it was asked."""
 
-    def __init__(self, *, pins: bool = False) -> None:
+    def __init__(self, *, pins: bool = False, hashes: bool = False) -> None:
         self._pins = pins
+        self._hashes = hashes
         self._marks = 0
         self.log: list[tuple[str, object]] = []
 
@@ -289,6 +293,13 @@ class HostStream(Stream):
 
     def to_device(self, ids: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(ids.copy())
+
+    def can_hash(self, nbytes: int) -> bool:
+        return self._hashes
+
+    def hash(self, rows: torch.Tensor) -> torch.Tensor:
+        sums = [xxhash.xxh3_64_intdigest(row.data) for row in rows.numpy()]
+        return torch.from_numpy(np.array(sums, np.uint64).view(np.int64))
 
     def pin(self, slots: np.ndarray) -> bool:
         return self._pins
@@ -330,10 +341,90 @@ def staged(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) 
     return StagedCopier(canonical, layout, HostStream(), staging_bytes=8192)
 
 
+def staged_by_threads(
+    canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray
+) -> BlockCopier:
+    copier = StagedCopier(canonical, layout, HostStream(), InTurn(), staging_bytes=8192)
+    copier._host_rows.shared_bytes = 1
+    return copier
+
+
 def pinned(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) -> BlockCopier:
     copier = StagedCopier(canonical, layout, HostStream(pins=True), staging_bytes=8192)
+    copier.direct_bytes = 0
     copier.pin(slots)
     return copier
+
+
+class OnCuda(BlockCopier):
+    """Copies a KV cache as if it lay on a GPU: the cache goes there before each call, and what the
+    call has made of it comes back.
+
+    Args:
+        pins: whether slots are registered with the GPU, where they can be.
+    """
+
+    def __init__(self, canonical: CanonicalKVCaches, layout: SlotLayout, *, pins: bool) -> None:
+        super().__init__(layout)
+        self._canonical = canonical
+        self._pins = pins
+        self._lock = threading.Lock()
+
+    def fence(self) -> object:
+        return None
+
+    def begin(self, groups: Sequence[int], slots: np.ndarray, count: int) -> np.ndarray | None:
+        with self._there() as copier:
+            return copier.begin(groups, slots, count)
+
+    def pin(self, slots: np.ndarray) -> bool:
+        return False
+
+    def zero(self, group: int, block_ids: np.ndarray, *, fence: object = None) -> None:
+        with self._there() as copier:
+            copier.zero(group, block_ids, fence=copier.fence())
+
+    def close(self) -> None:
+        pass
+
+    def _copy(
+        self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
+    ) -> np.ndarray | None:
+        with self._there() as copier:
+            if self._pins and copy.slots.flags.writeable and copy.slots.flags.c_contiguous:
+                copier.pin(copy.slots)
+            there = replace(copy, fence=copier.fence())
+            return copier.save(there, cancelled=cancelled) if saving else copier.load(there)
+
+    @contextmanager
+    def _there(self) -> Iterator[StagedCopier]:
+        here = self._canonical.storages
+        with self._lock:
+            there = {address: each.cuda() for address, each in here.items()}
+            canonical = replace(self._canonical, storages=there)
+            stream = CudaStream(canonical.device)
+            copier = StagedCopier(canonical, self._layout, stream, staging_bytes=8192)
+            copier.direct_bytes = 0
+            try:
+                yield copier
+            finally:
+                copier.close()
+            for address, each in here.items():
+                each.copy_(there[address])
+
+
+def hashed_there(
+    canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray
+) -> BlockCopier:
+    return StagedCopier(canonical, layout, HostStream(hashes=True), staging_bytes=8192)
+
+
+def cuda(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) -> BlockCopier:
+    return OnCuda(canonical, layout, pins=False)
+
+
+def cuda_pinned(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) -> BlockCopier:
+    return OnCuda(canonical, layout, pins=True)
 
 
 @pytest.fixture(scope="session")
@@ -351,7 +442,9 @@ def kv() -> SimpleNamespace:
     )
 
 
-COPIERS = [cpu, by_numpy, shared, staged, pinned]
+COPIERS = [cpu, by_numpy, shared, staged, staged_by_threads, pinned, hashed_there]
+if torch.cuda.is_available():
+    COPIERS += [cuda, cuda_pinned]
 
 
 @pytest.fixture(scope="session", params=COPIERS, ids=lambda make: make.__name__)

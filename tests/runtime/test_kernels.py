@@ -28,46 +28,57 @@ def loaded() -> ModuleType:
 
 script: Any = loaded()
 KERNELS = script.kernels()
+MADE = [target for source in KERNELS for target in script.targets(source)]
 each_kernel = pytest.mark.parametrize("source", KERNELS, ids=lambda source: source.stem)
+each_made = pytest.mark.parametrize("target", MADE, ids=lambda target: target.name)
 
 
 def test_the_kernels_are_these() -> None:
-    assert {source.stem for source in KERNELS} == {"copy", "probe", "row_table"}
+    assert {source.stem for source in KERNELS} == {"copy", "hash_rows", "probe", "row_table"}
+    assert [each.name for each in MADE if each.suffix == ".ptx"] == ["hash_rows.ptx"]
 
 
-@each_kernel
-def test_the_ir_was_made_from_this_c(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def copied(target: Path, folder: Path) -> Path:
+    """A copy of a kernel's C, of its headers, and of one file that is made of it."""
+    for each in (target.with_suffix(".c"), *target.parent.glob("*.h"), target):
+        shutil.copy(each, folder)
+    return folder / target.name
+
+
+@each_made
+def test_the_ir_was_made_from_this_c(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "find_clang", lambda major: None)
-    assert script.outdated(source) is None
+    assert script.outdated(target) is None
 
 
-@each_kernel
-def test_clang_makes_the_same_ir_of_it(source: Path) -> None:
-    [major] = re.findall(r"^; clang (\d+)", source.with_suffix(".ll").read_text(encoding="utf-8"))
+@each_made
+def test_clang_makes_the_same_ir_of_it(target: Path) -> None:
+    [major] = re.findall(r"^(?:;|//) clang (\d+)", target.read_text(encoding="utf-8"))
     if script.find_clang(major) is None:
         pytest.skip(f"no clang {major} here")
-    assert script.outdated(source) is None
+    assert script.outdated(target) is None
 
 
-@each_kernel
-def test_ir_of_other_c_is_outdated(source: Path, tmp_path: Path) -> None:
-    copy = tmp_path / source.name
-    shutil.copy(source, copy)
-    assert "was not made" in script.outdated(copy)
-    shutil.copy(source.with_suffix(".ll"), tmp_path)
+@each_made
+def test_ir_of_other_c_is_outdated(target: Path, tmp_path: Path) -> None:
+    copy = copied(target, tmp_path)
     assert script.outdated(copy) is None
-    copy.write_text(source.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    assert "from another" in script.outdated(copy)
+    for changed in (copy.with_suffix(".c"), *tmp_path.glob("*.h")):
+        before = changed.read_text(encoding="utf-8")
+        changed.write_text(before + "\n", encoding="utf-8")
+        assert "from another" in script.outdated(copy)
+        changed.write_text(before, encoding="utf-8")
+    copy.unlink()
+    assert "was not made" in script.outdated(copy)
 
 
-@each_kernel
-def test_ir_that_was_changed_is_outdated(source: Path, tmp_path: Path) -> None:
+@each_made
+def test_ir_that_was_changed_is_outdated(target: Path, tmp_path: Path) -> None:
     if script.find_clang() is None:
         pytest.skip("no clang 19 here")
-    copy = tmp_path / source.name
-    shutil.copy(source, copy)
-    ir = source.with_suffix(".ll").read_text(encoding="utf-8")
-    copy.with_suffix(".ll").write_text(ir.replace("add i64", "sub i64"), encoding="utf-8")
+    copy = copied(target, tmp_path)
+    code = copy.read_text(encoding="utf-8")
+    copy.write_text(code.replace("add", "sub"), encoding="utf-8")
     assert "is not what" in script.outdated(copy)
 
 
@@ -106,6 +117,5 @@ def test_a_wheel_has_c_and_ir(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
     [wheel] = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    for source in KERNELS:
-        assert str(source.relative_to(ROOT)) in names
-        assert str(source.with_suffix(".ll").relative_to(ROOT)) in names
+    for each in (*KERNELS, *MADE):
+        assert str(each.relative_to(ROOT)) in names

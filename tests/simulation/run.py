@@ -22,7 +22,7 @@ from vllm.v1 import kv_cache_interface
 from omni_connector import config, plugin
 from omni_connector.arena import block_index
 from omni_connector.arena.native_probe import native_change, native_probe, native_tags
-from omni_connector.copy import host, jobs
+from omni_connector.copy import host, host_rows, jobs
 from omni_connector.copy.native import native_copy
 from omni_connector.net import runtime
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
@@ -73,6 +73,7 @@ _STALE: Final = {"stale_slot", "weights_changed"}
 # Where machine code is asked for, by which name, and what gives it.
 _NATIVE: Final[list[tuple[Any, str, Any]]] = [
     (host, "native_copy", native_copy),
+    (host_rows, "native_copy", native_copy),
     (block_index, "native_probe", native_probe),
     (block_index, "native_change", native_change),
     (block_index, "native_tags", native_tags),

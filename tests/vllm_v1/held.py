@@ -45,6 +45,12 @@ class HeldCopier:
         self.before_load: Callable[[], object] = lambda: None
 
     @property
+    def speed(self) -> int:
+        """As the inner copier's."""
+        speed: int = self._inner.speed
+        return speed
+
+    @property
     def opened(self) -> bool:
         """Whether the copies go on."""
         return self._opened.is_set()

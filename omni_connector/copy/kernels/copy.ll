@@ -1,4 +1,4 @@
-; clang 19, sha256 of the C 89eef7f208cf0ebe
+; clang 19, sha256 of the C 41955b4b2a38936c
 ; scripts/compile_kernels.py has made this file.
 
 %struct.state = type { [8 x i64], i64, i64 }
@@ -550,8 +550,8 @@ if.then108.i:
   %conv2.i = zext i64 %vecext1.i to i128
   %mul3.i = mul i128 %conv2.i, %conv.i
   %shr.i26 = lshr i128 %mul3.i, 64
-  %xor624.i = xor i128 %shr.i26, %mul3.i
-  %xor6.i = trunc i128 %xor624.i to i64
+  %xor616.i = xor i128 %shr.i26, %mul3.i
+  %xor6.i = trunc i128 %xor616.i to i64
   %add7.i = add i64 %mul.i25, %xor6.i
   %vecext.1.i = extractelement <8 x i64> %xor.i24, i64 2
   %conv.1.i = zext i64 %vecext.1.i to i128
@@ -559,8 +559,8 @@ if.then108.i:
   %conv2.1.i = zext i64 %vecext1.1.i to i128
   %mul3.1.i = mul i128 %conv2.1.i, %conv.1.i
   %shr.1.i = lshr i128 %mul3.1.i, 64
-  %xor624.1.i = xor i128 %shr.1.i, %mul3.1.i
-  %xor6.1.i = trunc i128 %xor624.1.i to i64
+  %xor616.1.i = xor i128 %shr.1.i, %mul3.1.i
+  %xor6.1.i = trunc i128 %xor616.1.i to i64
   %add7.1.i = add i64 %add7.i, %xor6.1.i
   %vecext.2.i = extractelement <8 x i64> %xor.i24, i64 4
   %conv.2.i = zext i64 %vecext.2.i to i128
@@ -568,8 +568,8 @@ if.then108.i:
   %conv2.2.i = zext i64 %vecext1.2.i to i128
   %mul3.2.i = mul i128 %conv2.2.i, %conv.2.i
   %shr.2.i = lshr i128 %mul3.2.i, 64
-  %xor624.2.i = xor i128 %shr.2.i, %mul3.2.i
-  %xor6.2.i = trunc i128 %xor624.2.i to i64
+  %xor616.2.i = xor i128 %shr.2.i, %mul3.2.i
+  %xor6.2.i = trunc i128 %xor616.2.i to i64
   %add7.2.i = add i64 %add7.1.i, %xor6.2.i
   %vecext.3.i = extractelement <8 x i64> %xor.i24, i64 6
   %conv.3.i = zext i64 %vecext.3.i to i128
@@ -577,15 +577,15 @@ if.then108.i:
   %conv2.3.i = zext i64 %vecext1.3.i to i128
   %mul3.3.i = mul i128 %conv2.3.i, %conv.3.i
   %shr.3.i = lshr i128 %mul3.3.i, 64
-  %xor624.3.i = xor i128 %shr.3.i, %mul3.3.i
-  %xor6.3.i = trunc i128 %xor624.3.i to i64
+  %xor616.3.i = xor i128 %shr.3.i, %mul3.3.i
+  %xor6.3.i = trunc i128 %xor616.3.i to i64
   %add7.3.i = add i64 %add7.2.i, %xor6.3.i
-  %shr9.i = lshr i64 %add7.3.i, 37
-  %xor10.i = xor i64 %shr9.i, %add7.3.i
-  %mul11.i = mul i64 %xor10.i, 1609587791953885689
-  %shr12.i = lshr i64 %mul11.i, 32
-  %xor13.i = xor i64 %shr12.i, %mul11.i
-  store i64 %xor13.i, ptr %total3.i, align 8
+  %shr.i.i = lshr i64 %add7.3.i, 37
+  %xor.i.i = xor i64 %shr.i.i, %add7.3.i
+  %mul.i.i = mul i64 %xor.i.i, 1609587791953885689
+  %shr1.i.i = lshr i64 %mul.i.i, 32
+  %xor2.i.i = xor i64 %shr1.i.i, %mul.i.i
+  store i64 %xor2.i.i, ptr %total3.i, align 8
   br label %if.end114.i
 
 if.end114.i:
@@ -931,8 +931,8 @@ if.then108.i:
   %conv2.i = zext i64 %vecext1.i to i128
   %mul3.i = mul i128 %conv2.i, %conv.i
   %shr.i24 = lshr i128 %mul3.i, 64
-  %xor624.i = xor i128 %shr.i24, %mul3.i
-  %xor6.i = trunc i128 %xor624.i to i64
+  %xor616.i = xor i128 %shr.i24, %mul3.i
+  %xor6.i = trunc i128 %xor616.i to i64
   %add7.i = add i64 %mul.i23, %xor6.i
   %vecext.1.i = extractelement <8 x i64> %xor.i22, i64 2
   %conv.1.i = zext i64 %vecext.1.i to i128
@@ -940,8 +940,8 @@ if.then108.i:
   %conv2.1.i = zext i64 %vecext1.1.i to i128
   %mul3.1.i = mul i128 %conv2.1.i, %conv.1.i
   %shr.1.i = lshr i128 %mul3.1.i, 64
-  %xor624.1.i = xor i128 %shr.1.i, %mul3.1.i
-  %xor6.1.i = trunc i128 %xor624.1.i to i64
+  %xor616.1.i = xor i128 %shr.1.i, %mul3.1.i
+  %xor6.1.i = trunc i128 %xor616.1.i to i64
   %add7.1.i = add i64 %add7.i, %xor6.1.i
   %vecext.2.i = extractelement <8 x i64> %xor.i22, i64 4
   %conv.2.i = zext i64 %vecext.2.i to i128
@@ -949,8 +949,8 @@ if.then108.i:
   %conv2.2.i = zext i64 %vecext1.2.i to i128
   %mul3.2.i = mul i128 %conv2.2.i, %conv.2.i
   %shr.2.i = lshr i128 %mul3.2.i, 64
-  %xor624.2.i = xor i128 %shr.2.i, %mul3.2.i
-  %xor6.2.i = trunc i128 %xor624.2.i to i64
+  %xor616.2.i = xor i128 %shr.2.i, %mul3.2.i
+  %xor6.2.i = trunc i128 %xor616.2.i to i64
   %add7.2.i = add i64 %add7.1.i, %xor6.2.i
   %vecext.3.i = extractelement <8 x i64> %xor.i22, i64 6
   %conv.3.i = zext i64 %vecext.3.i to i128
@@ -958,15 +958,15 @@ if.then108.i:
   %conv2.3.i = zext i64 %vecext1.3.i to i128
   %mul3.3.i = mul i128 %conv2.3.i, %conv.3.i
   %shr.3.i = lshr i128 %mul3.3.i, 64
-  %xor624.3.i = xor i128 %shr.3.i, %mul3.3.i
-  %xor6.3.i = trunc i128 %xor624.3.i to i64
+  %xor616.3.i = xor i128 %shr.3.i, %mul3.3.i
+  %xor6.3.i = trunc i128 %xor616.3.i to i64
   %add7.3.i = add i64 %add7.2.i, %xor6.3.i
-  %shr9.i = lshr i64 %add7.3.i, 37
-  %xor10.i = xor i64 %shr9.i, %add7.3.i
-  %mul11.i = mul i64 %xor10.i, 1609587791953885689
-  %shr12.i = lshr i64 %mul11.i, 32
-  %xor13.i = xor i64 %shr12.i, %mul11.i
-  store i64 %xor13.i, ptr %total3.i, align 8
+  %shr.i.i = lshr i64 %add7.3.i, 37
+  %xor.i.i = xor i64 %shr.i.i, %add7.3.i
+  %mul.i.i = mul i64 %xor.i.i, 1609587791953885689
+  %shr1.i.i = lshr i64 %mul.i.i, 32
+  %xor2.i.i = xor i64 %shr1.i.i, %mul.i.i
+  store i64 %xor2.i.i, ptr %total3.i, align 8
   br label %if.end114.i
 
 if.end114.i:

@@ -11,6 +11,8 @@ from tests.simulation.mutants.faults import mutant
 
 _WORKER: Final = "omni_connector.vllm_v1.worker"
 _STAGING: Final = "omni_connector.copy.staged"
+_FINISH: Final = "                self._stream.finish(mark)\n"
+_HASH: Final = "        sums = self._stream.hash(staged) if call.device_hashes else None\n"
 
 DEVICE: Final = (
     mutant(
@@ -90,8 +92,8 @@ DEVICE: Final = (
         "a slot is hashed and published before the copy into it has ended",
         (
             _STAGING,
-            "                    self._stream.finish(under_way[0])\n",
-            "                    pass\n",
+            _FINISH,
+            "                if under_way:  # another batch\n    " + _FINISH,
         ),
     ),
     mutant(
@@ -99,8 +101,8 @@ DEVICE: Final = (
         "of two batches the first is taken from its buffer before it is there",
         (
             _STAGING,
-            "                        self._stream.finish(before[0])\n",
-            "                        pass\n",
+            _FINISH,
+            "                if not under_way:  # the last one\n    " + _FINISH,
         ),
     ),
     mutant(
@@ -108,9 +110,8 @@ DEVICE: Final = (
         "a load is reported while the device still fills its blocks",
         (
             _STAGING,
-            "                    self._stream.finish(under_way[0])\n",
-            "                    if end == self._land:\n"
-            "                        self._stream.finish(under_way[0])\n",
+            _FINISH,
+            "                if under_way or end == self._land:\n    " + _FINISH,
         ),
         (
             _STAGING,
@@ -135,6 +136,29 @@ DEVICE: Final = (
             _STAGING,
             "(pieces < 0).any() or (rows + nbytes > self.ends[pieces]).any()",
             "(pieces < 0).any()",
+        ),
+    ),
+    mutant(
+        "device: hashed before it is gathered",
+        "a save has the checksum of what was in the staging buffer before",
+        (
+            _STAGING,
+            "        call.on_device.gather(self._stream, batch.block_ids, staged)\n" + _HASH,
+            _HASH + "        call.on_device.gather(self._stream, batch.block_ids, staged)\n",
+        ),
+    ),
+    mutant(
+        "device: checksums are taken too soon",
+        "the host reads the checksums before the device has written them",
+        (
+            _STAGING,
+            _FINISH,
+            "                early = None if sums is None else sums.clone()\n" + _FINISH,
+        ),
+        (
+            _STAGING,
+            "                    call.sums[batch.places] = sums.numpy().view(np.uint64)\n",
+            "                    call.sums[batch.places] = early.numpy().view(np.uint64)\n",
         ),
     ),
     mutant(

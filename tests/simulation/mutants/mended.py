@@ -242,8 +242,8 @@ MENDED: Final = (
         "with integrity `generation` a fetch that brings other bytes is believed",
         (
             "omni_connector.copy.loading",
-            "            if checksum != published and self._checks(slots):\n",
-            "            if checksum != published and self._rank.checksum:\n",
+            "        if self._checks(slots):\n",
+            "        if self._rank.checksum:\n",
         ),
     ),
     mutant(

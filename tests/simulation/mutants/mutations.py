@@ -157,17 +157,18 @@ OWN: Final = (
         "bytes that changed on their way are served",
         (
             "omni_connector.copy.loading",
-            "            if checksum != published and self._checks(slots):\n",
-            "            if False:\n",
+            "        if self._checks(slots):\n",
+            "        if False:\n",
         ),
     ),
     mutant(
         "generations are not compared",
         "a slot that was reused is read",
         (
-            "omni_connector.transports.reading",
-            "            _whole(self._remote.verify(slot, generation), slot, self._length)\n",
-            "            _whole(self._remote._view.header(slot), slot, self._length)\n",
+            "omni_connector.arena.format",
+            "            (states == SlotState.PUBLISHED)\n"
+            "            & (words[:, 0] == generations.astype(np.uint64))\n",
+            "            (states < 4)\n",
         ),
     ),
     mutant(

@@ -76,8 +76,8 @@ SHARING: Final = (
         "whatever is in the slot that an index lists is taken for the block",
         (
             "omni_connector.copy.loading",
-            "        if step.keys is None:\n            return\n",
-            "        return\n",
+            "        if step.keys is not None and headers.keys != step.keys[part.at].tolist():\n",
+            "        if False:\n",
         ),
     ),
     mutant(

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.copy.copier import BlockCopier
@@ -205,6 +206,7 @@ class SimulatedStream(Stream):
         self._queue = queue
         self._entered = 0
         self._closed = False
+        self._hashes = device.world.chance(0.6)
         # Addresses of the host's memory that the device may use: a piece may not be left in a copy.
         self._host: list[tuple[int, int]] = []
 
@@ -265,6 +267,19 @@ class SimulatedStream(Stream):
         self._device.allocate(0)
         return torch.from_numpy(ids.copy())
 
+    def can_hash(self, nbytes: int) -> bool:
+        return self._hashes
+
+    def hash(self, rows: torch.Tensor) -> torch.Tensor:
+        sums = self.host_buffer(8 * len(rows)).view(torch.int64)
+
+        def work() -> None:
+            found = [xxhash.xxh3_64_intdigest(row.data) for row in rows.numpy()]
+            sums.copy_(torch.from_numpy(np.array(found, np.uint64).view(np.int64)))
+
+        self.launch(work, host=sums, lands=True)
+        return sums
+
     def pin(self, slots: NDArray[np.uint8]) -> bool:
         if not self._closed:
             self._host.append(_extent(torch.from_numpy(slots)))
@@ -278,7 +293,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of a tensor with no gaps but between its rows."""
     rows = tensor.shape[0] if tensor.dim() > 1 else 1
     last = (rows - 1) * tensor.stride(0) + tensor[0].numel() if rows > 1 else tensor.numel()
-    return tensor.data_ptr(), tensor.data_ptr() + last
+    return tensor.data_ptr(), tensor.data_ptr() + last * tensor.element_size()
 
 
 class DeviceCopier:
@@ -294,9 +309,13 @@ class DeviceCopier:
 
     def __init__(self, device: Device, canonical: Any, layout: Any, buffers: int) -> None:
         self._device = device
-        self._inner: BlockCopier = StagedCopier(
+        inner = StagedCopier(
             canonical, layout, device.stream(), staging_bytes=buffers * layout.slot_bytes
         )
+        # Slots of the toy are small, and so are the pieces of a plan.
+        inner.direct_bytes = 0
+        inner.speed = 1
+        self._inner: BlockCopier = inner
         self._reserved = [
             [canonical.view(each, torch.uint8) for each in reserved_of(pages)]
             for pages in canonical.pages

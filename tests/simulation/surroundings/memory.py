@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena, ArenaView
-from omni_connector.arena.format import SlotHeader
+from omni_connector.arena.format import PublishedSlots, SlotHeader
 from omni_connector.errors import PeerUnreachableError, ProtocolError
 from omni_connector.net.orders import Orders
 from omni_connector.net.rank_socket import RankAnswers
@@ -155,6 +155,14 @@ class View(RemoteArena):
     def verify(self, slot: int, generation: int) -> SlotHeader:
         try:
             return self._view.verify(slot, generation)
+        except IndexError as error:
+            raise ProtocolError(f"{self.endpoint.address}: {error}") from error
+
+    def verify_all(
+        self, slots: NDArray[np.int64], generations: NDArray[np.int64]
+    ) -> PublishedSlots:
+        try:
+            return self._view.verify_all(slots, generations)
         except IndexError as error:
             raise ProtocolError(f"{self.endpoint.address}: {error}") from error
 

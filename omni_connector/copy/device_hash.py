@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums that a CUDA device makes of rows in its memory, so that no core of the host does.
+
+The kernels are C that is shipped as PTX, of which the driver makes code for the device at hand.
+Where there is no such driver, or what it gives is not what xxhash gives, the host hashes.
+"""
+
+import ctypes
+import functools
+import logging
+from typing import Any, Final
+
+import numpy as np
+import torch
+import xxhash
+
+from omni_connector.copy.native import ALIGNMENT, LEAST_HASHED
+from omni_connector.runtime.machine_code import kernel
+
+logger = logging.getLogger("vllm.omni_connector.staging")
+
+_BLOCK_BYTES: Final = 1024
+"""Bytes after which the sums of a row are scrambled."""
+
+_SUMS: Final = 8
+"""Of a row, 64 bits each."""
+
+_THREADS: Final = 256
+"""Of a block of threads."""
+
+
+def hashable(nbytes: int) -> bool:
+    """Whether the kernels hash rows of so many bytes."""
+    return nbytes >= LEAST_HASHED and not nbytes % ALIGNMENT
+
+
+class DeviceHash:
+    """Hashes rows on one CUDA device.
+
+    Args:
+        device: whose context is current on the calling thread.
+
+    Raises:
+        OSError: there is no driver.
+        RuntimeError: it cannot use the kernels, or they do not hash as xxhash does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        module = ctypes.c_void_p()
+        image = kernel(__name__, "hash_rows.ptx").encode()
+        self._require("cuModuleLoadData", ctypes.byref(module), image)
+        self._functions = {}
+        for name in ("block_sums", "row_sums", "merge_sums"):
+            function = ctypes.c_void_p()
+            self._require("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+            self._functions[name] = function
+        self._check()
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Put the hashing of rows on the current stream.
+
+        Args:
+            rows: int8 `(n, nbytes)` in the device's memory, contiguous and `hashable`.
+
+        Returns:
+            Int64 `(n,)` in the device's memory: xxh3-64 of each row, once the stream is there.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        count, nbytes = rows.shape
+        blocks = (nbytes - 1) // _BLOCK_BYTES
+        sums = torch.empty(count * blocks * _SUMS, dtype=torch.int64, device=self._device)
+        totals = torch.empty(count * _SUMS, dtype=torch.int64, device=self._device)
+        hashes = torch.empty(count, dtype=torch.int64, device=self._device)
+        size = ctypes.c_uint32(count), ctypes.c_uint64(nbytes)
+        self._launch("block_sums", len(sums), _address(rows), *size, _address(sums))
+        places = _address(sums), _address(totals)
+        self._launch("row_sums", len(totals), _address(rows), *size, *places)
+        self._launch("merge_sums", count, _address(totals), *size, _address(hashes))
+        return hashes
+
+    def _launch(self, name: str, threads: int, *arguments: Any) -> None:
+        if not threads:  # rows of a single block have no sums of others
+            return
+        places = [ctypes.addressof(each) for each in arguments]
+        pointers = (ctypes.c_void_p * len(places))(*places)
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+        grid = -(-threads // _THREADS), 1, 1
+        block = _THREADS, 1, 1
+        function = self._functions[name]
+        self._require("cuLaunchKernel", function, *grid, *block, 0, stream, pointers, None)
+
+    def _require(self, call: str, *arguments: Any) -> None:
+        code = getattr(self._driver, call)(*arguments)
+        if code:
+            raise RuntimeError(f"{call} failed with CUDA error {code}")
+
+    def _check(self) -> None:
+        """Raise RuntimeError unless it hashes like xxhash."""
+        for nbytes in (256, 1024, 1088, 4096, 16 * 1024 + 192):
+            content = np.random.default_rng(0).integers(0, 256, (3, nbytes), np.uint8)
+            rows = torch.from_numpy(content.view(np.int8)).to(self._device)
+            found = self(rows).cpu().numpy().view(np.uint64).tolist()
+            if found != [xxhash.xxh3_64_intdigest(row.data) for row in content]:
+                raise RuntimeError("its results differ from those of xxhash")
+
+
+def _address(tensor: torch.Tensor) -> ctypes.c_uint64:
+    return ctypes.c_uint64(tensor.data_ptr())
+
+
+@functools.cache
+def device_hash(device: torch.device) -> DeviceHash | None:
+    """The hash of a device, made at the first call; None where it cannot be had."""
+    try:
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device).synchronize()  # the context is current from here on
+            return DeviceHash(device)
+    except (OSError, RuntimeError) as error:
+        logger.warning("The host hashes KV blocks, as the device cannot be used for it: %s", error)
+        return None

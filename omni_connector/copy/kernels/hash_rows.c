@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+/* Makes checksums of rows that lie one after the other, each of `bytes` bytes, a multiple of 64 and
+ * more than 240: as xxh3.h says, by many threads at once.
+ *
+ * Of all that the sums take, only the scrambling of a block waits for the block before. So
+ * `block_sums` adds up each block by itself, one thread for each of its eight sums; `row_sums` goes
+ * from block to block, one thread for each sum of a row; and `merge_sums` makes a row's checksum.
+ *
+ * scripts/compile_kernels.py makes hash_rows.ptx of this file, which a CUDA device runs, and
+ * hash_rows.ll, which does the same on one thread of a host, so that tests need no device.
+ */
+#include "xxh3.h"
+
+#ifdef __NVPTX__
+#define KERNEL __attribute__((nvptx_kernel))
+static uint32_t first_index(void)
+{
+    return __nvvm_read_ptx_sreg_ctaid_x() * __nvvm_read_ptx_sreg_ntid_x() +
+           __nvvm_read_ptx_sreg_tid_x();
+}
+static uint32_t index_step(void)
+{
+    return __nvvm_read_ptx_sreg_nctaid_x() * __nvvm_read_ptx_sreg_ntid_x();
+}
+#else
+#define KERNEL
+static uint32_t first_index(void)
+{
+    return 0;
+}
+static uint32_t index_step(void)
+{
+    return 1;
+}
+#endif
+
+enum {
+    SUMS = 8,
+    WORDS = STRIPE / 8, // of a stripe
+};
+
+static const uint64_t FIRST_SUMS[SUMS] = {
+    0xC2B2AE3D,         0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63, 0x85EBCA77,         0x27D4EB2F165667C5, 0x9E3779B1,
+};
+
+/* The part of the secret that begins at a byte. */
+static uint64_t secret(uint32_t at)
+{
+    const uint64_t *words = (const uint64_t *)SECRET;
+    uint32_t shift = at % 8 * 8;
+    uint64_t low = words[at / 8];
+    return shift ? low >> shift | words[at / 8 + 1] << (64 - shift) : low;
+}
+
+/* What a stripe adds to one of the sums. */
+static uint64_t added(const uint64_t *stripe, uint32_t sum, uint32_t at)
+{
+    uint64_t keyed = stripe[sum] ^ secret(at + 8 * sum);
+    return stripe[sum ^ 1] + (keyed & 0xFFFFFFFF) * (keyed >> 32);
+}
+
+/* Blocks after which the sums are scrambled: the last one's never are. */
+static uint32_t whole_blocks(uint64_t bytes)
+{
+    return (bytes - 1) / (STRIPE * BLOCK);
+}
+
+KERNEL void block_sums(const uint64_t *rows, uint32_t count, uint64_t bytes, uint64_t *sums)
+{
+    uint32_t blocks = whole_blocks(bytes);
+    for (uint32_t i = first_index(); i < count * blocks * SUMS; i += index_step()) {
+        uint32_t block = i / SUMS % blocks, row = i / SUMS / blocks;
+        const uint64_t *words = rows + row * (bytes / 8) + block * (uint64_t)(BLOCK * WORDS);
+        uint64_t sum = 0;
+#pragma clang loop unroll(full)
+        for (uint32_t k = 0; k < BLOCK; k++)
+            sum += added(words + k * WORDS, i % SUMS, 8 * k);
+        sums[i] = sum;
+    }
+}
+
+KERNEL void row_sums(
+    const uint64_t *rows, uint32_t count, uint64_t bytes, const uint64_t *sums, uint64_t *totals)
+{
+    uint32_t blocks = whole_blocks(bytes);
+    for (uint32_t i = first_index(); i < count * SUMS; i += index_step()) {
+        uint32_t at = i % SUMS, row = i / SUMS;
+        const uint64_t *of_row = sums + (uint64_t)row * blocks * SUMS + at;
+        uint64_t total = FIRST_SUMS[at], key = secret(SCRAMBLE_SECRET + 8 * at);
+#pragma clang loop unroll_count(16)
+        for (uint32_t block = 0; block < blocks; block++) {
+            total += of_row[block * SUMS];
+            total = (total ^ total >> 47 ^ key) * PRIME32_1;
+        }
+        const uint64_t *words = rows + row * (bytes / 8);
+        uint32_t last = bytes / STRIPE - 1;
+        for (uint32_t stripe = blocks * BLOCK; stripe < last; stripe++)
+            total += added(words + stripe * (uint64_t)WORDS, at, 8 * (stripe % BLOCK));
+        totals[i] = total + added(words + last * (uint64_t)WORDS, at, LAST_SECRET);
+    }
+}
+
+KERNEL void merge_sums(const uint64_t *totals, uint32_t count, uint64_t bytes, uint64_t *hashes)
+{
+    for (uint32_t i = first_index(); i < count; i += index_step()) {
+        uint64_t hash = bytes * PRIME64_1;
+        for (uint32_t at = 0; at < SUMS; at += 2) {
+            const uint64_t *pair = totals + i * SUMS + at;
+            uint64_t one = pair[0] ^ secret(MERGE_SECRET + 8 * at);
+            uint64_t other = pair[1] ^ secret(MERGE_SECRET + 8 * at + 8);
+            unsigned __int128 product = (unsigned __int128)one * other;
+            hash += (uint64_t)product ^ (uint64_t)(product >> 64);
+        }
+        hashes[i] = avalanche(hash);
+    }
+}

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums that a device makes: the same kernels on the host, one thread for all."""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_connector.copy import device_hash
+from omni_connector.copy.cuda import CudaStream
+from omni_connector.copy.device_hash import DeviceHash, hashable
+from omni_connector.runtime.machine_code import code_is_denied, compiled, kernel
+
+needs_code = pytest.mark.skipif(code_is_denied(), reason="compiled code may not run here")
+
+
+class OnHost(DeviceHash):
+    """The kernels as a host runs them."""
+
+    def __init__(self) -> None:
+        pytest.importorskip("llvmlite")
+        self._device = torch.device("cpu")
+        self._engine = compiled(kernel(device_hash.__name__, "hash_rows.ll"))
+
+    def _launch(self, name: str, threads: int, *arguments: Any) -> None:
+        kind = ctypes.CFUNCTYPE(None, *(type(each) for each in arguments))
+        kind(self._engine.get_function_address(name))(*arguments)
+
+
+@pytest.fixture(scope="module")
+def on_host() -> OnHost:
+    return OnHost()
+
+
+@needs_code
+@given(
+    count=st.integers(1, 5),
+    nbytes=st.one_of(
+        st.integers(4, 200).map(lambda stripes: 64 * stripes),
+        # About whole blocks.
+        st.tuples(st.integers(1, 9), st.integers(-1, 1)).map(lambda at: 1024 * at[0] + 64 * at[1]),
+    ),
+    seed=st.integers(0, 99),
+)
+def test_the_kernels_hash_as_xxhash_does(
+    on_host: OnHost, count: int, nbytes: int, seed: int
+) -> None:
+    content = np.random.default_rng(seed).integers(0, 256, (count, nbytes), np.uint8)
+    found = on_host(torch.from_numpy(content.view(np.int8))).numpy().view(np.uint64)
+    assert found.tolist() == [xxhash.xxh3_64_intdigest(row.data) for row in content]
+
+
+@needs_code
+def test_kernels_that_hash_otherwise_are_found_out(
+    on_host: OnHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_host._check()
+    monkeypatch.setattr(on_host, "_launch", lambda *_: None)
+    with pytest.raises(RuntimeError, match="differ from those of xxhash"):
+        on_host._check()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "can"), [(192, False), (256, True), (300, False), (1 << 20, True)]
+)
+def test_which_rows_they_hash(nbytes: int, can: bool) -> None:
+    assert hashable(nbytes) == can
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_device_hashes_in_the_order_of_its_stream() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    stream = CudaStream(device)
+    assert stream.can_hash(4096)
+    rows = torch.zeros((64, 1 << 20), dtype=torch.int8, device=device)
+    torch.cuda.synchronize()
+    with stream.active():
+        rows.fill_(7)
+        sums = stream.hash(rows)
+        rows.fill_(9)
+    stream.finish(None)
+    expected = xxhash.xxh3_64_intdigest(bytes([7]) * (1 << 20))
+    assert sums.numpy().view(np.uint64).tolist() == [expected] * 64
+    stream.close()
