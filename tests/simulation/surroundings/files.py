@@ -31,6 +31,7 @@ _FREE_BYTES: Final = 1 << 40
 _SWEEP: Final = "omni-store-sweep"
 # A sweep goes down to 0.9 of the size, and one file further at most.
 _KEPT: Final = 0.9
+_RESTED_S: Final = 60.0  # longer than a sweep rests after the one before
 
 _Result = TypeVar("_Result")
 
@@ -86,6 +87,10 @@ class FileShelf(TroubledShelf):
         """
         if not any(client.sweeps for client in self._clients):
             return
+        # A sweep that is asked for just after another one comes after a rest.
+        self.world.run(
+            lambda: not any(client.behind for client in self._clients), self.world.now + _RESTED_S
+        )
         total = sum(file.nbytes for file in self.folder.files() if file is not None)
         if total > self.size_bytes:
             raise Violation("beyond_bounds", f"{total} bytes of files, {self.size_bytes} allowed")
@@ -255,6 +260,11 @@ class SimulatedFileStore(FileBlockStore):
         """Whether its thread sweeps."""
         dead = self._owner in self._shelf.world.dead
         return not dead and self._sweeping is not None and self._sweeping.is_alive()
+
+    @property
+    def behind(self) -> bool:
+        """Whether its thread is in a sweep, or has been asked for one."""
+        return self.sweeps and (self._pieces is not None or self._sweeper.urgent())
 
     def kill(self, owner: str) -> None:
         """Drop the lock of a sweep, as the kernel does, if its engine is the one that ended."""
