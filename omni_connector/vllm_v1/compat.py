@@ -140,7 +140,7 @@ def goes_on_within_blocks() -> bool:
     """Whether vLLM is known to compute a prompt right that goes on within a block with a state,
     however many tokens are left: its next step ends with that block at the latest.
 
-    From 0.32 on. 0.30 and 0.31 are known to go on there with the last token of a prompt.
+    0.30 to 0.33 do.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
@@ -151,7 +151,7 @@ def boundary_states(step: "SchedulerOutput") -> Mapping[str, Sequence[tuple[int,
     """The recurrent states that vLLM keeps of requests, in blocks to which no later step writes: by
     request, of each its group, block, and the tokens that it has read.
 
-    From 0.32 on; nothing before.
+    Nothing where vLLM does not tell. 0.30 to 0.33 do.
     """
     told = getattr(step, "kv_connector_block_state", None)
     return {} if told is None else told.boundary_state_offloads
@@ -161,8 +161,6 @@ def copy_blocks(step: "SchedulerOutput", pairs: Iterable[tuple[int, int]]) -> No
     """Have the workers copy the first block of each pair to the second, before the forward pass of
     a step that is not sent yet. They do so for vLLM's own prefix cache, where a request goes on
     within a block that others may read.
-
-    From 0.32 on: where `goes_on_within_blocks`.
     """
     from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 

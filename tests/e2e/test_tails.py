@@ -24,7 +24,7 @@ from .prompts import MAX_TOKENS, new_salt, random_prompt
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.skipif(not goes_on_within_blocks(), reason="from vLLM 0.32 on"),
+    pytest.mark.skipif(not goes_on_within_blocks(), reason="vLLM does not"),
 ]
 
 WAIT_S = 20.0

@@ -30,7 +30,7 @@ COUNTERS = {
 
 STATES = ["state and full", "all three"]
 
-tails = pytest.mark.skipif(not goes_on_within_blocks(), reason="from vLLM 0.32 on")
+tails = pytest.mark.skipif(not goes_on_within_blocks(), reason="vLLM does not")
 
 
 def has_tails(family):
