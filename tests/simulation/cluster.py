@@ -112,7 +112,9 @@ class Cluster(Clients):
             def reset() -> None:
                 halves = target.halves
                 if halves and not inspection.has_known_weights(halves[0]):
-                    # Its weights count as others than those that it was started with.
+                    # Its weights count as others than those that it was started with. If it
+                    # computes now, they are not known before the next reset.
+                    self.lingers = True
                     self._may_not_compare()
                 target.scheduler.reset_prefix_cache(False, connector)
                 self.refusals.over(event)
