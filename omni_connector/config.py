@@ -184,9 +184,9 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             bytes, from the load's first piece on.
         drain_quiet_s: seconds without a new request after which a server that drains takes itself
             to be out of its routers, and stops; see `vllm_v1.drain_middleware`.
-        copy_threads: threads that work on one copy between KV blocks and slots of a KV cache in
-            the host's memory, of each rank; None takes the cores that the rank has beside vLLM's
-            compute threads, 4 at most.
+        copy_threads: threads of each rank that work on one copy between KV blocks and slots, on a
+            GPU on what passes through the host's memory; None takes the cores that the rank has
+            beside vLLM's compute threads, 4 at most.
         integrity: `full` checks generation and checksum of each slot, `generation` only the
             generation.
         listen: TCP address of the control channel, as `host:port`. The system chooses the port
