@@ -67,6 +67,9 @@ SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | f
 _BODY_WORDS: Final = struct.Struct("=4Q")
 _WORDS: Final = HEADER_BYTES // 8
 
+_MANY: Final = 8
+"""Slots from which on it takes less time to look at all headers at once."""
+
 _barrier_lock = threading.Lock()
 
 
@@ -153,6 +156,9 @@ class _Mapping:
         table = self._table
         if table is None:
             raise TransportError("the arena is closed")
+        pairs = list(zip(slots.tolist(), generations.tolist(), strict=True))
+        if len(pairs) < _MANY:
+            return PublishedSlots.of([self.verify(slot, generation) for slot, generation in pairs])
         if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < self.n_slots:
             raise IndexError(
                 f"slots from {slots.min()} to {slots.max()}, of an arena of {self.n_slots} slots"
@@ -164,7 +170,7 @@ class _Mapping:
             found = PublishedSlots.decode(words, generations, self.slot_bytes)
             if found is not None:
                 return found
-        for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True):
+        for slot, generation in pairs:
             self.verify(slot, generation)
         raise SlotPendingError(f"one of {len(slots)} slots changed while its header was read")
 

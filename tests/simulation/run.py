@@ -20,7 +20,7 @@ import torch
 from vllm.v1 import kv_cache_interface
 
 from omni_connector import config, plugin
-from omni_connector.arena import block_index
+from omni_connector.arena import arena, block_index
 from omni_connector.arena.native_probe import native_change, native_probe, native_tags
 from omni_connector.copy import host, host_rows, jobs
 from omni_connector.copy.native import native_copy
@@ -389,6 +389,7 @@ def laboratory() -> Iterator[None]:
     os.environ.update(variables)
     patched: list[tuple[Any, str, Any]] = [
         (jobs, "BATCH_BYTES", 1),
+        (arena, "_MANY", 0),  # loads are of few blocks
         *_NATIVE,
         (store_jobs, "_MAX_ROWS", 2),
         (store_jobs, "_STAGING_BUFFERS", 2),
