@@ -52,6 +52,11 @@ class LoadRoom:
         self._most_blocks = most_blocks
         self._drafts = drafts
         self._written_ahead = written_ahead
+        # Whether vLLM may keep the end of what was loaded within a block (`--prefix-match-unit`).
+        # Then it copies that block before the request writes to it.
+        self._within_blocks = any(
+            pool.hash_block_size < group.block_size for group in groups if group.is_cached
+        )
         self.under_way: dict[str, int] = {}
         # By request, the blocks that it takes for its whole prompt, if the load fails and gives its
         # blocks back.
@@ -114,6 +119,8 @@ class LoadRoom:
         for group, most in zip(self._groups, self._most_blocks, strict=True):
             blocks = group.num_blocks(tokens)
             after_load += blocks - group.num_blocks(end)
+            if group.is_cached and end % group.block_size and self._within_blocks:
+                after_load += 1
             after_failure += blocks if most is None else min(blocks, most)
             after_failure -= len(group.needed(end))
             if group.attention_type == "last":
