@@ -182,7 +182,8 @@ class CopyLedger:
         Yields:
             The ids of the copies; None if so few blocks are free that requests may need them.
         """
-        pool, number = self._pool, len(block_ids)
+        pool = self._pool
+        number = len(block_ids)
         if pool.get_num_free_blocks() - number < len(pool.blocks) // _SPARE_PART:
             yield None
             return

@@ -162,12 +162,15 @@ class CpuCopier(BlockCopier):
     def _copy(
         self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
     ) -> NDArray[np.uint64] | None:
-        group, native = self._groups[copy.group], native_copy()
+        native = native_copy()
+        group = self._groups[copy.group]
         rows = group.rows
         blocks = rows.blocks(copy.block_ids)
         slots = rows.slots(copy.slots, copy.slot_ids)
-        targets, sources = (slots, blocks) if saving else (blocks, slots)
-        count, size = len(targets), self._layout.group_bytes[copy.group]
+        targets = slots if saving else blocks
+        sources = blocks if saving else slots
+        count = len(targets)
+        size = self._layout.group_bytes[copy.group]
         if (
             native is None
             or not rows.whole

@@ -445,11 +445,11 @@ class StagedCopier(BlockCopier):
         rows = buffer.numpy().view(np.uint8)
         places = np.arange(len(rows))
         stored = call.stored
-        targets, sources = (stored, rows) if saving else (rows, stored)
-        to, from_ = (batch.slot_ids, places) if saving else (places, batch.slot_ids)
-        sums = self._host_rows.copy(
-            targets, sources, to, from_, checksum=call.host_hashes, states=call.states(batch)
-        )
+        pairs = stored, rows, batch.slot_ids, places
+        if not saving:
+            pairs = rows, stored, places, batch.slot_ids
+        states = call.states(batch)
+        sums = self._host_rows.copy(*pairs, checksum=call.host_hashes, states=states)
         if call.host_hashes:
             call.sums[batch.places] = sums
         return buffer

@@ -80,10 +80,11 @@ class Stream(ABC):
             RuntimeError: there is no memory.
         """
 
+    @abstractmethod
     def can_hash(self, nbytes: int) -> bool:
         """Whether the device hashes rows of so many bytes."""
-        return False
 
+    @abstractmethod
     def hash(self, rows: torch.Tensor) -> torch.Tensor:
         """Have the device hash rows later; called while this stream is active.
 
@@ -97,7 +98,6 @@ class Stream(ABC):
         Raises:
             RuntimeError: there is no memory, or the device has failed.
         """
-        raise NotImplementedError
 
     @abstractmethod
     def pin(self, slots: NDArray[np.uint8]) -> bool:
