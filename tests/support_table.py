@@ -82,8 +82,22 @@ off and shares such groups with vLLM's scheduler and a made-up model that reads 
 | buffers of other sizes | refused by name. The size depends on the number of speculative tokens, \
 so set the same on both sides |
 | shared prefixes | without the buffers: prefixes end where the next token does not read them |
-| DeepSeek-V4.1 with bounded replay | refuses to start, as vLLM computes the last window of \
-a prefix again; set `--no-swa-bounded-replay` |
+
+## Bounded replay
+
+vLLM keeps the sliding windows of DeepSeek-V4.1 in no prefix cache. After a prefix hit it computes
+the last window of it again (`--swa-bounded-replay`, on by default). `make test` hands off and
+shares with vLLM's scheduler and a made-up model, whose windows do not depend on the place from
+which they are computed again; those of vLLM's model do, a little.
+
+| | |
+| --- | --- |
+| hand-off | with the window, between any tensor-parallel and block sizes: nothing is computed \
+again |
+| shared prefixes | without the windows: vLLM computes the last window again, as after a hit in \
+its own prefix cache. A prefix no longer than the window is not loaded |
+| vLLM 0.31 | refuses to start, as vLLM computes a window again that a load has brought; set \
+`--no-swa-bounded-replay` |
 
 ## Context parallel
 

@@ -34,8 +34,11 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+
+from omni_connector.vllm_v1.compat import may_load_replayed
 
 VOCAB: Final = 500
 BLOCK: Final = 16
@@ -83,6 +86,8 @@ def write_model(folder: Path, weights: bytes = b"toy") -> Path:
 
 
 WINDOW: Final = 40
+# Of layers that vLLM computes again after a prefix hit; of as many positions.
+REPLAYED: Final = 48
 DRAFTER_LAYER: Final = "mtp.layers"
 CHUNK: Final = 16  # a multiple of each block size, as vLLM takes it to be
 RATIO: Final = 3  # positions that are compressed into one
@@ -91,7 +96,7 @@ RATIO: Final = 3  # positions that are compressed into one
 RING: Final = 12
 RING_BYTES: Final = 8  # of a position, in a layer
 
-FAMILIES: Final = {
+FAMILIES: Final[dict[str, tuple[str, ...]]] = {
     "full": ("full",),
     "window": ("window",),
     "window and full": ("window", "full"),
@@ -105,6 +110,10 @@ FAMILIES: Final = {
     "all and a ring": ("full", "window", "ring", "state"),
 }
 """The kinds of the cache groups, in their order."""
+
+if may_load_replayed():
+    FAMILIES["replayed and full"] = ("replayed", "full")
+    FAMILIES["ring, replayed and latent"] = ("ring", "replayed", "latent")
 
 DRAFTED: Final = {
     "full and drafter": ("full", "drafter"),
@@ -138,6 +147,7 @@ def kv_cache_config(
     window: int = WINDOW,
     states: str = "align",
     ring: int = RING,
+    replayed: int = REPLAYED,
     drafts: int = 0,
 ) -> KVCacheConfig:
     """Groups of `LAYERS` layers each, overlaid on the same bytes, as vLLM lays out LBHNC.
@@ -145,6 +155,7 @@ def kv_cache_config(
     Args:
         states: `--mamba-cache-mode` where prefixes are cached: `align` or `all`.
         ring: positions of a ring.
+        replayed: positions of a window that vLLM computes again after a prefix hit.
         drafts: speculative tokens of a step, each of which leaves a state of its own.
     """
     heads = max(1, HEADS // ranks)
@@ -173,6 +184,15 @@ def kv_cache_config(
         block_size=block_size, num_kv_heads=1, head_size=4 * HEAD_SIZE, dtype=torch.float16
     )
     kinds = GROUPS[family]
+    if "replayed" in kinds:
+        specs["replayed"] = SlidingWindowMLASpec(
+            block_size=block_size,
+            num_kv_heads=1,
+            head_size=4 * HEAD_SIZE,
+            dtype=torch.float16,
+            sliding_window=replayed,
+            bounded_replay=True,
+        )
     page = specs[next(kind for kind in kinds if kind in specs)].page_size_bytes
     # As of an indexer, which has the raw key of a position and its gate in the place of heads. Each
     # rank keeps all of it.
@@ -324,12 +344,17 @@ class Kind:
         window: positions, the own one among them.
         size: bytes of a position, or of the state.
         every: whether the state at the end of each block is kept, too.
+        replayed: whether vLLM computes the last window of a prefix hit again. Then only what is
+            sampled depends on it, so that it does not depend on where the window begins anew.
+        cached: whether vLLM's prefix cache has it.
     """
 
     attention: str
     window: int
     size: int
     every: bool = False
+    replayed: bool = False
+    cached: bool = True
 
     def first_read(self, position: int) -> int:
         """The first position before this one that is read with it."""
@@ -341,13 +366,13 @@ class Kind:
 
 
 _MOST_DRAWN: Final = 10_000
-_DRAWN: Final[dict[Any, tuple[list[list[bytes]], bytes]]] = {}
+_DRAWN: Final[dict[Any, tuple[list[list[bytes]], bytes, bytes]]] = {}
 
 
 class Mind:
     """The model after some positions: what it has read so far, and what it drew last."""
 
-    __slots__ = ("_full", "_kinds", "_last", "_seed", "_seen", "_weights")
+    __slots__ = ("_beside", "_full", "_kinds", "_last", "_seed", "_seen", "_weights")
 
     def __init__(self, weights: bytes, kinds: Sequence[Kind]) -> None:
         self._weights = weights
@@ -358,10 +383,13 @@ class Mind:
             self._seen.append(
                 bytes(kind.size)
                 if kind.attention == "state"
-                else deque(maxlen=kind.window - (kind.attention != "chunk"))
+                # With the own position where that is read when a token is sampled.
+                else deque(maxlen=kind.window - (kind.attention != "chunk" and not kind.replayed))
             )
         self._last: list[bytes] = []
         self._seed = b""
+        # What is read in the windows that are replayed; None: what `_seen` has of them.
+        self._beside: bytes | None = None
 
     def copy(self) -> "Mind":
         other = copy.copy(self)
@@ -386,16 +414,25 @@ class Mind:
         """Take in the KV of those groups that keep all positions."""
         self._full.update(content)
 
-    def step(self, token_id: int) -> list[bytes]:
-        """Compute one position; returns what it stores, by group."""
+    def step(self, token_id: int, cached: Sequence[bytes] | None = None) -> list[bytes]:
+        """Compute one position; returns what it stores, by group.
+
+        Args:
+            cached: of a position that is computed again, what the cache holds of each group that
+                keeps all positions.
+        """
         hasher = self._full.copy()
-        for seen in self._seen:
-            hasher.update(seen if isinstance(seen, bytes) else b"".join(seen))
+        for kind, seen in zip(self._kinds, self._seen, strict=True):
+            if not kind.replayed:
+                hasher.update(seen if isinstance(seen, bytes) else b"".join(seen))
         hasher.update(token_id.to_bytes(4, "little"))
         seed = self._seed = hasher.digest()
         drawn = []
+        kept = iter(cached or ())
         for group, kind in enumerate(self._kinds):
             content = hashlib.shake_128(seed + bytes([group])).digest(kind.size)
+            if kind.attention == "all":
+                content = next(kept, content)
             drawn.append(content)
             if kind.attention == "all":
                 self._full.update(content)
@@ -423,14 +460,19 @@ class Mind:
             drawn = [self.step(token_id) for token_id in token_ids]
             if len(_DRAWN) >= _MOST_DRAWN:
                 _DRAWN.clear()
-            found = _DRAWN[key] = drawn, self._seed
-        drawn, self._seed = found
+            found = _DRAWN[key] = drawn, self._seed, self._windows()
+        drawn, self._seed, self._beside = found
         self._last = drawn[-1]
         return drawn
+
+    def _windows(self) -> bytes:
+        pairs = zip(self._kinds, self._seen, strict=True)
+        return b"".join(b"".join(seen) for kind, seen in pairs if kind.replayed)
 
     def token(self, stored: Sequence[bytes] | None = None) -> int:
         """What is sampled after the last position, given what the cache holds of that."""
         hasher = hashlib.blake2b(self._seed, digest_size=4)
+        hasher.update(self._windows() if self._beside is None else self._beside)
         for content in self._last if stored is None else stored:
             hasher.update(content)
         return 3 + int.from_bytes(hasher.digest(), "little") % (VOCAB - 3)
@@ -506,9 +548,9 @@ def kinds_of(config: KVCacheConfig) -> tuple[Kind, ...]:
             found.append(Kind("state", 1, layers * STATE_BYTES, spec.mamba_cache_mode == "all"))
             continue
         if isinstance(spec, CircularBufferSpec):
-            found.append(Kind("chunk", RATIO, layers * RING_BYTES))
+            found.append(Kind("chunk", RATIO, layers * RING_BYTES, cached=False))
             continue
-        heads = 1 if isinstance(spec, MLAAttentionSpec) else HEADS
+        heads = heads_of(spec)
         content = spec.page_size_bytes // spec.block_size // spec.num_heads
         window = getattr(spec, "sliding_window", None)
         chunk = getattr(spec, "attention_chunk_size", None)
@@ -516,5 +558,15 @@ def kinds_of(config: KVCacheConfig) -> tuple[Kind, ...]:
         if drafted:
             drafters.append(Kind("ahead", 1, drafted * heads * content))
         if layers:
-            found.append(Kind(attention, window or chunk or 1, layers * heads * content))
+            replayed = bool(getattr(spec, "prefix_replay_tokens", 0))
+            size = layers * heads * content
+            kind = Kind(
+                attention, window or chunk or 1, size, replayed=replayed, cached=not replayed
+            )
+            found.append(kind)
     return (*found, *drafters)
+
+
+def heads_of(spec: KVCacheSpec) -> int:
+    """Heads of a group on all ranks; one of latents, which every rank keeps."""
+    return 1 if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec) else HEADS

@@ -4,7 +4,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,12 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    CircularBufferSpec,
-    KVCacheConfig,
-    MambaSpec,
-    MLAAttentionSpec,
-)
+from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheConfig, MambaSpec
 from vllm.v1.outputs import DraftTokenIds
 
 from tests.toy import (
@@ -31,6 +26,7 @@ from tests.toy import (
     bytes_of_rank,
     drafters_kv,
     embedded,
+    heads_of,
     kinds_of,
 )
 
@@ -46,6 +42,8 @@ class _Row:
     drafted: int = 0
     unseen: int = 0
     prompt: list[int] = field(default_factory=list)  # what it reads of one with embeddings
+    # The first position that is computed again after a prefix hit, and the one behind the last.
+    replay: tuple[int, int] = (0, 0)
     # With drafts, where a group's state is after the last step: the column of its block in the
     # table, and how many columns later.
     running: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -154,8 +152,7 @@ class ToyRunner:
             elif isinstance(group.kv_cache_spec, CircularBufferSpec):
                 self._groups.append(_Ring(caches))
             else:
-                heads = 1 if isinstance(group.kv_cache_spec, MLAAttentionSpec) else HEADS
-                self._groups.append(_Attention(caches, heads))
+                self._groups.append(_Attention(caches, heads_of(group.kv_cache_spec)))
         self._block_sizes = [each.kv_cache_spec.block_size for each in config.kv_cache_groups]
         self._rows: dict[str, _Row] = {}
 
@@ -346,6 +343,7 @@ class ToyRunner:
                 drafted=computed,
                 unseen=computed,
                 prompt=prompt,
+                replay=self._replay(getattr(new, "replay_start", 0)),  # from vLLM 0.31 on
             )
         cached = step.scheduled_cached_reqs
         for request_id, block_ids, computed in zip(
@@ -361,6 +359,11 @@ class ToyRunner:
             for table, ids in zip(row.tables, block_ids or (), strict=False):
                 table += ids
 
+    def _replay(self, start: int) -> tuple[int, int]:
+        """The positions from `start` on that vLLM computes again; none at 0."""
+        windows = [kind.window for kind in self._kinds if kind.replayed]
+        return (start, start + max(windows)) if start and windows else (0, 0)
+
     def _part(self, request_id: str, start: int, end: int) -> _Part:
         """Read the cache, and draw what the request's next positions leave in it."""
         row = self._rows[request_id]
@@ -369,6 +372,9 @@ class ToyRunner:
         for g, (kind, group) in enumerate(zip(self._kinds, self._groups, strict=True)):
             if isinstance(group, _State) and group.drafts:
                 read = group.read(row.tables[g], 0, start, row.running.get(g))
+            elif kind.replayed:  # below the replay there is nothing
+                first = max(kind.first_read(start), row.replay[0])
+                read = group.read(row.tables[g], first, start)
             else:
                 read = group.read(row.tables[g], kind.first_read(start), start)
             if kind.attention == "all":
@@ -382,10 +388,12 @@ class ToyRunner:
         # vLLM fills up the first step of a request that has no drafts yet.
         tokens += [0] * (end - start - len(tokens))
         last = len(row.token_ids) - 1
-        if end - 1 > last:
+        again = max(start, min(end, row.replay[1]))  # what is before stays as it is cached
+        if end - 1 > last or again > start:
+            cached = self._cached(row, start, again) if again > start else iter(())
             drawn, minds = [], []
             for position, token in enumerate(tokens, start):
-                drawn.append(mind.step(token))
+                drawn.append(mind.step(token, next(cached, None)))
                 if position >= last:
                     minds.append(mind.copy())
         else:
@@ -397,9 +405,20 @@ class ToyRunner:
             if isinstance(group, _State) and group.drafts:
                 content = content[min(end, last + 1) - start - 1 :]  # of the tokens that are known
                 puts.append(group.running_puts(row.tables[g], end, content))
+            elif self._kinds[g].cached:
+                puts.append(group.puts(row.tables[g], again, end, content[again - start :]))
             else:
                 puts.append(group.puts(row.tables[g], start, end, content))
         return _Part(request_id, row, start, end, tokens, minds, puts)
+
+    def _cached(self, row: _Row, start: int, end: int) -> Iterator[list[bytes]]:
+        """Of each of these positions what the groups hold that keep all of them."""
+        found = [
+            group.read(row.tables[g], start, end)
+            for g, (kind, group) in enumerate(zip(self._kinds, self._groups, strict=True))
+            if kind.attention == "all"
+        ]
+        return iter([[each[at].tobytes() for each in found] for at in range(end - start)])
 
     def _write(self, part: _Part, by_layer: bool) -> list[_Put]:
         """Write it to the cache at once, as the next request of the batch may read it; returns

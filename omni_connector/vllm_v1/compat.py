@@ -168,12 +168,23 @@ def copy_blocks(step: "SchedulerOutput", pairs: Iterable[tuple[int, int]]) -> No
     step.kv_cache_block_copies = [*(step.kv_cache_block_copies or ()), *copies]
 
 
-def replays_prefix(spec: "KVCacheSpec") -> bool:
-    """Whether vLLM computes the last window of a prefix again after it was found in a cache.
+def replayed_tokens(spec: "KVCacheSpec") -> int:
+    """Tokens at the end of a prefix hit that vLLM computes again, as its prefix cache has not the
+    window of a group; 0 for most groups.
 
     From 0.31 on, for some models.
     """
-    return bool(getattr(spec, "prefix_replay_tokens", 0))
+    return int(getattr(spec, "prefix_replay_tokens", 0))
+
+
+def may_load_replayed() -> bool:
+    """Whether a connector can tell vLLM that a load brings what vLLM would compute again.
+
+    From 0.32 on. 0.31 takes each load for a prefix hit, and cuts it to whole blocks.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")  # it came with that
 
 
 def keeps_kv_on_host(kv_cache_config: "KVCacheConfig") -> bool:

@@ -236,7 +236,7 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
-        return tuple(self._kv_cache_config.transfer_group_ids)
+        return self._scheduler.loaded_groups(request)
 
     def on_new_request(self, request: "Request") -> None:
         self._scheduler.on_new_request(request)

@@ -69,7 +69,13 @@ from omni_connector.vllm_v1.requests import (
     take_hints,
 )
 from omni_connector.vllm_v1.scheduler_report import SchedulerReport
-from omni_connector.vllm_v1.specs import attends_to_all, fails_by_block, state_block_size
+from omni_connector.vllm_v1.specs import (
+    attends_to_all,
+    fails_by_block,
+    replay,
+    state_block_size,
+    uncached_groups,
+)
 from omni_connector.vllm_v1.undrafted import UndraftedBlocks
 
 if TYPE_CHECKING:
@@ -181,6 +187,12 @@ class OmniScheduler:
         # one there in any case, for its logits.
         self._tokens_left = max(1, self._tokens_ahead)
         self._state_block = state_block_size(kv_cache_config)
+        self._transferred = tuple(kv_cache_config.transfer_group_ids)
+        uncached = uncached_groups(kv_cache_config)
+        self._cached = tuple(each for each in self._transferred if each not in uncached)
+        self._replay = replay(kv_cache_config)
+        # Requests whose last load was a hand-off: that alone brings what no prefix cache has.
+        self._handed_off: set[str] = set()
         self._void: tuple[list[int], list[int]] = [], []
         # Requests that wait until weights and adapters are known, and what was ordered when they
         # arrived: an engine that is drained meanwhile still serves them.
@@ -449,11 +461,17 @@ class OmniScheduler:
                 matched = self._receiver.matched_tokens(request_id, num_computed_tokens)
                 if matched is not None:
                     self._trace.begin(request_id, "room", after="lease")
+        if matched:
+            self._handed_off.add(request.request_id)
+        else:
+            self._handed_off.discard(request.request_id)
         if self._shared is not None and matched is not None:
             if matched:
                 self._shared.not_asked(request.request_id, num_computed_tokens)
             else:
                 matched = self._shared.matched_tokens(request, num_computed_tokens)
+                if matched and num_computed_tokens + matched <= self._replay:
+                    matched = 0  # vLLM would compute all of it again
         # Prompt log-probabilities need the whole prompt computed; vLLM 0.30 does not see to that.
         if request.skip_reading_prefix_cache:
             return 0, False
@@ -464,6 +482,14 @@ class OmniScheduler:
         ):
             return _ASK_AGAIN
         return matched, bool(matched)
+
+    def loaded_groups(self, request: "Request") -> tuple[int, ...]:
+        """The groups, among all of vLLM's, that the load of a request fills.
+
+        After a load that leaves out a window which vLLM keeps in no prefix cache, vLLM computes the
+        last tokens of the hit again. Its scheduler asks after each offer, and after the load.
+        """
+        return self._transferred if request.request_id in self._handed_off else self._cached
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external: int
@@ -636,6 +662,7 @@ class OmniScheduler:
         """The request is over, in whatever way; see `SupportsHMA`."""
         self._follow_weights()
         self._report.ends(request.request_id)
+        self._handed_off.discard(request.request_id)
         self._room.ends(request.request_id)
         self._adapters.goes_on(request.request_id)
         not_begun = self._not_begun.pop(request.request_id, None) is not None

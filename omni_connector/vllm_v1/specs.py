@@ -15,7 +15,8 @@ from omni_connector.kv.states import StateCut
 from omni_connector.vllm_v1.compat import (
     caches_prefixes,
     keeps_kv_on_host,
-    replays_prefix,
+    may_load_replayed,
+    replayed_tokens,
     says_replicated,
 )
 from omni_connector.vllm_v1.drafter import require_supported_drafter
@@ -101,12 +102,14 @@ def require_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig
     require_supported_engine(vllm_config)
     for group_id, transferred in transferred_groups(kv_cache_config).items():
         where = _example(group_id, transferred)
-        if replays_prefix(transferred.kv_cache_spec):
+        spec = transferred.kv_cache_spec
+        replayed = replayed_tokens(spec) > 0
+        if replayed and not may_load_replayed():
             raise LayoutError(
-                f"vLLM computes the last window of {where} again after a prefix hit, which "
-                f"OmniKVConnector does not support; set --no-swa-bounded-replay"
+                f"vLLM computes the last window of {where} again after every load, also where the "
+                f"load brings it; set --no-swa-bounded-replay, or install vLLM 0.32 or later"
             )
-        if not caches_prefixes(transferred.kv_cache_spec) and _retention(transferred)[0] != "ring":
+        if not (caches_prefixes(spec) or replayed or _retention(transferred)[0] == "ring"):
             raise LayoutError(
                 f"vLLM's prefix cache leaves out {where}, and what a prefix hit means there is not "
                 f"known to OmniKVConnector"
@@ -222,6 +225,24 @@ def attends_to_all(kv_cache_config: "KVCacheConfig") -> bool:
     """Whether every group keeps the blocks of all tokens."""
     return all(
         _retention(group)[0] == "all" for group in transferred_groups(kv_cache_config).values()
+    )
+
+
+def uncached_groups(kv_cache_config: "KVCacheConfig") -> frozenset[int]:
+    """The transferred groups that vLLM's prefix cache has not, by their index among all groups."""
+    return frozenset(
+        group_id
+        for group_id, group in transferred_groups(kv_cache_config).items()
+        if not caches_prefixes(group.kv_cache_spec)
+    )
+
+
+def replay(kv_cache_config: "KVCacheConfig") -> int:
+    """Tokens at the end of a prefix hit that vLLM computes again, with the windows of all groups;
+    0 if it computes none again."""
+    return max(
+        (replayed_tokens(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups),
+        default=0,
     )
 
 

@@ -12,6 +12,7 @@ from tests.simulation.features import (
     one_sided,
     piped,
     recut,
+    replayed,
     replicated,
     selective,
 )
@@ -68,6 +69,7 @@ def plan_of(seed: int) -> Plan:
     plan = replace(featured(plan, random.Random(f"feature {seed}")), native=native)
     plan = one_sided(plan, random.Random(f"drafter {seed}"))
     plan = piped(plan, random.Random(f"stages {seed}"))
+    plan = replayed(plan, random.Random(f"replay {seed}"))
     plan = matched_within_blocks(plan, random.Random(f"match {seed}"))
     plan = accelerated(plan, random.Random(f"device {seed}"))
     plan = operated(plan, random.Random(f"operators {seed}"))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from omni_connector.vllm_v1.compat import may_load_replayed
 from tests.simulation.engines.answering import PLAIN, Answering
 from tests.simulation.engines.settings import EngineShape
 from tests.simulation.hints import Wish
@@ -57,6 +58,16 @@ _WITH_RING: Final = {
     "latent": "ring and latent",
     "window": "ring and full",
 }
+
+# With windows that vLLM computes again after a prefix hit.
+_WITH_REPLAY: Final = {
+    "full": "replayed and full",
+    "window": "replayed and full",
+    "window and full": "replayed and full",
+    "latent": "ring, replayed and latent",
+}
+
+_REPLAYED_OFTEN: Final = 0.08
 
 _CHUNKED: Final = {"window": "chunk", "window and full": "chunk and full"}
 
@@ -167,6 +178,27 @@ def matched_within_blocks(plan: Plan, draw: random.Random) -> Plan:
         for each in plan.engines
     )
     return replace(plan, engines=engines)
+
+
+def replayed(plan: Plan, draw: random.Random) -> Plan:
+    """The same with windows that vLLM computes again after a prefix hit, for some of the plans; the
+    plan itself for the others.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    family = _WITH_REPLAY.get(plan.engines[0].family)
+    fits = not any(each.beside or each.drafter for each in plan.engines)
+    if draw.random() >= _REPLAYED_OFTEN or family is None or not fits or not may_load_replayed():
+        return plan
+    more = groups_of(family) / groups_of(plan.engines[0].family)
+    engines = tuple(
+        replace(each, family=family, slots=int(each.slots * more), blocks=int(each.blocks * more))
+        for each in plan.engines
+    )
+    # The model of hints takes each group for one whose blocks are kept.
+    plan = _unhinted(replace(plan, engines=engines))
+    return _served_again(plan, draw) if draw.random() < 0.4 else plan
 
 
 def selective(plan: Plan, draw: random.Random) -> Plan:

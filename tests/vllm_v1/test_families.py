@@ -13,6 +13,7 @@ from tests.toy import (
     FAMILIES,
     LAYERS,
     PAGE,
+    REPLAYED,
     RING,
     RING_BYTES,
     STATE_BYTES,
@@ -89,6 +90,7 @@ def test_only_what_the_next_token_reads_is_moved(engine, family):
         sizes = {
             "full": -(-end // BLOCK) * PAGE,
             "window": (-(-end // BLOCK) - max(0, end - WINDOW + 1) // BLOCK) * PAGE,
+            "replayed": (-(-end // BLOCK) - max(0, end - REPLAYED + 1) // BLOCK) * PAGE,
             "state": STATE_BYTES,
             "latent": -(-end // BLOCK) * PAGE,
             "chunk": (-(-end // BLOCK) - end // CHUNK * CHUNK // BLOCK) * PAGE,

@@ -26,6 +26,7 @@ from tests.toy import GROUPS, drafting, kv_cache_config, layers_with_states, wri
 MODULE: Final = "tests.simulation.engines.connector"
 OTHER: Final = "tests.simulation.engines.other"
 WINDOW: Final = 10
+REPLAYED: Final = 12
 MAX_LENGTH: Final = 512
 _MODEL_NAME: Final = "/toy"  # a path that no machine has, so that no files of it are looked for
 
@@ -111,7 +112,7 @@ def num_workers(shape: EngineShape) -> int:
 
 def rank_slots(shape: EngineShape) -> int:
     """Slots of the arena of each rank: a stripe of the slots, where all ranks hold the same KV."""
-    striped = set(GROUPS[shape.family]) <= {"latent", "ring"} and not shape.far_ranks
+    striped = set(GROUPS[shape.family]) <= {"latent", "replayed", "ring"} and not shape.far_ranks
     return -(-shape.slots // shape.ranks) if striped else shape.slots
 
 
@@ -221,6 +222,7 @@ def cache_config(shape: EngineShape, config: VllmConfig) -> tuple[KVCacheConfig,
         ranks=shape.ranks,
         caching=shape.caching,
         window=WINDOW,
+        replayed=REPLAYED,
         states=shape.states,
         drafts=shape.drafts,
     )

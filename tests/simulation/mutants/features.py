@@ -57,6 +57,15 @@ FEATURES: Final = (
         ),
     ),
     mutant(
+        "a shared prefix is said to bring the window",
+        "a window that no prefix cache has is not computed again after a load of a prefix",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "self._transferred if request.request_id in self._handed_off else self._cached",
+            "self._transferred",
+        ),
+    ),
+    mutant(
         "a ring takes a block for each block of tokens",
         "loads wait for blocks that vLLM never asks for",
         (
