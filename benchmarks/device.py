@@ -8,8 +8,8 @@ and pinned memory of the host, the way that this copy goes. What was loaded is c
 was saved.
 
 Then the same with the connector's jobs: saves to the own arena, and loads from the arena of another
-engine, whose memory is not registered with the device. They go piece by piece, and each slot is
-looked at before and after.
+engine, before and after its memory was registered with the device. They go piece by piece, and each
+slot is looked at before and after.
 
     python benchmarks/device.py [--quick] [--device cuda|cpu]
 
@@ -20,23 +20,30 @@ CPUs, and shows that it runs; the results are not written.
 import argparse
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 import torch
 from data_plane import RESULTS, machine
 from load_beside_save import Rank
+from numpy.typing import NDArray
+from unlike_engines import InPlace
 
 from omni_connector.arena.arena import Arena
+from omni_connector.arena.pinning import Pins
 from omni_connector.copy.choice import make_copier
 from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.kv.canonical import GroupSpec, LayerSpec, SlotLayout, canonicalize
 from omni_connector.runtime.shared_work import Helpers
+from omni_connector.transports import Endpoint
+from omni_connector.transports.shm import SharedMemoryTransport
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -45,9 +52,10 @@ KIB = 1024
 LAYERS, HEADS, TOKENS = 16, 2, 16
 PAGES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
 MOVED, QUICK_MOVED = 256 << 20, 32 << 20
-THREADS = (1, 4)
+THREADS = (1, 4, 0)
 OF_JOBS = (64 * KIB, 256 * KIB)
 TARGET = 0.8
+PINNED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,7 @@ class Row:
 
     Attributes:
         checksum: whether the slots have checksums.
-        threads: of the host that copy, where bytes pass through a buffer.
+        threads: of the host that copy, where bytes pass through a buffer; 0 where none do.
     """
 
     page: int
@@ -155,12 +163,92 @@ def copies(device: Device, page: int, checksum: bool, moved: int, repeats: int) 
     return row(page, checksum, 1, moved, times[1:])
 
 
+class CountedPins:
+    """Counts what a copier has pinned of a peer's arena.
+
+    Attributes:
+        nbytes: of all of it.
+    """
+
+    def __init__(self, pins: Pins) -> None:
+        self._pins = pins
+        self.nbytes = 0
+
+    def pin(self, slots: NDArray[np.uint8]) -> bool:
+        """See `Pins`."""
+        pinned = self._pins.pin(slots)
+        self.nbytes += slots.nbytes if pinned else 0
+        return pinned
+
+    def unpin(self, slots: NDArray[np.uint8]) -> None:
+        """See `Pins`."""
+        self._pins.unpin(slots)
+
+
+class OtherEngine(InPlace):
+    """Maps arenas once more, as another engine would.
+
+    Args:
+        folder: for sockets.
+        pinned: whether the device reads them itself, where it can.
+    """
+
+    def __init__(self, folder: str, *, pinned: bool) -> None:
+        super().__init__()
+        self._transport = SharedMemoryTransport(folder=Path(folder))
+        self._pinned = pinned
+        self._pins: CountedPins | None = None
+
+    def add(self, arena: Arena, name: str) -> Endpoint:
+        return self._transport.export(arena, name)
+
+    def attach(self, endpoint: Endpoint, *, timeout: float) -> Any:
+        attached = self._transport.attach(endpoint, timeout=timeout)
+        pin_with = attached.pin_with
+
+        def counted(pins: Pins) -> None:
+            self._pins = CountedPins(pins)
+            if self._pinned:
+                pin_with(self._pins)
+
+        attached.pin_with = counted  # type: ignore[method-assign]
+        return attached
+
+    def wait(self, nbytes: int) -> None:
+        """Wait until so many bytes are pinned.
+
+        Raises:
+            SystemExit: they are not.
+        """
+        deadline = time.monotonic() + PINNED_S
+        while self._pins is None or self._pins.nbytes < nbytes:
+            if time.monotonic() > deadline:
+                raise SystemExit("the device does not read the arena of the other engine")
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Let go of them."""
+        self._transport.close()
+
+
 def jobs(device: Device, page: int, threads: int, moved: int, repeats: int) -> Row:
-    """The rates of the connector's jobs, with checksums."""
+    """The rates of the connector's jobs, with checksums; `threads` as in `Row`."""
     count = moved // (page * LAYERS)
     times = []
     with ExitStack() as stack:
-        rank = Rank(count, count, stack, page_bytes=page, copy_threads=threads, device=device.name)
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        other = OtherEngine(folder, pinned=not threads)
+        stack.callback(other.close)
+        rank = Rank(
+            *(count, count, stack),
+            page_bytes=page,
+            copy_threads=max(1, threads),
+            transports=other,
+            device=device.name,
+        )
+        rank.load(count)
+        if device.cuda and not threads:
+            other.wait((count - 1) * rank.theirs.slot_bytes)
         for _ in range(repeats + 1):
             there = device.beside(rank.save, saving=True)
             times.append((*there, *device.beside(lambda: rank.load(count), saving=False)))
@@ -194,7 +282,7 @@ def of_copies(row: Row) -> str:
 
 def of_jobs(row: Row) -> str:
     """A line of the table of jobs."""
-    return cells(row, str(row.threads))
+    return cells(row, str(row.threads) if row.threads else "registered")
 
 
 def markdown(copied: list[Row], by_jobs: list[Row], name: str, command: str, repeats: int) -> str:
@@ -215,8 +303,9 @@ def markdown(copied: list[Row], by_jobs: list[Row], name: str, command: str, rep
         "",
         "## The connector's jobs",
         "",
-        "Saves to the own arena, and loads from the arena of another engine. That is not registered"
-        " with the device, so that threads of the host copy its bytes to a buffer first.",
+        "Saves to the own arena, and loads from the arena of another engine. Its memory is "
+        "registered with the device after the first load. Until then threads of the host copy its "
+        "bytes to a buffer first.",
         "",
         "| page KiB | threads | save | load |",
         "|---:|---:|---:|---:|",

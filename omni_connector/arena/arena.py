@@ -40,6 +40,7 @@ from omni_connector.arena.format import (
 )
 from omni_connector.arena.huge_pages import HugePages, pool
 from omni_connector.arena.memory_nodes import ARENA_NAME, MemoryNodes
+from omni_connector.arena.pinning import PinnedPieces, Pins
 from omni_connector.arena.prefault import (
     Prefaulter,
     ReaderPrefaulter,
@@ -386,12 +387,12 @@ class Arena(_Mapping):
 
 
 class _PopulatedSlots:
-    """Turns the prefaulter's progress in bytes into whole slots.
+    """Turns a prefaulter's progress in bytes into whole slots.
 
     Args:
         slots: of the arena.
         slots_at: the byte at which they begin.
-        populated: see `Arena.create`.
+        populated: called with the slots that have memory now, and had none at the last call.
     """
 
     def __init__(
@@ -418,6 +419,8 @@ class ArenaView(_Mapping):
     """A reader's side of an arena: a read-only mapping of a memfd that a peer sent."""
 
     _prefaulter: ReaderPrefaulter | None = None
+    _pinned: PinnedPieces | None = None
+    _to_pin: _PopulatedSlots | None = None
     _fd = -1  # of the memfd; -1 where the process had no descriptor left
     _unread = False  # the slots were not read yet, and the first read prefaults
 
@@ -483,6 +486,18 @@ class ArenaView(_Mapping):
             raise TransportError(f"no descriptor of an arena: {reason(error)}") from error
         raise TransportError("no descriptor of the arena was kept")
 
+    def pin_with(self, pins: Pins) -> None:
+        """Have slots pinned after the first read, in the background, as far as the owner has
+        allocated their memory. `close` lets go of them."""
+        self._pinned = PinnedPieces(pins)
+        slots_at = ArenaGeometry(self.n_slots, self.slot_bytes).slots_at
+        self._to_pin = _PopulatedSlots(super().slots, slots_at, self._pinned.pin)
+
+    def mapped_until(self, end: int) -> None:
+        """All bytes of the file before `end` have memory, which is mapped."""
+        if (to_pin := self._to_pin) is not None:
+            to_pin(end)
+
     @property
     def slots(self) -> NDArray[np.uint8]:
         """As `_Mapping.slots`."""
@@ -500,7 +515,7 @@ class ArenaView(_Mapping):
             fd = self.descriptor()
             try:
                 with contextlib.suppress(OSError, RuntimeError):
-                    self._prefaulter = ReaderPrefaulter(fd, mapped)
+                    self._prefaulter = ReaderPrefaulter(fd, mapped, self.mapped_until)
             finally:
                 os.close(fd)
 
@@ -514,11 +529,14 @@ class ArenaView(_Mapping):
         return fd
 
     def close(self) -> None:
-        """As `_Mapping.close`, and stop prefaulting."""
+        """As `_Mapping.close`, and stop prefaulting. No copy of a device may be under way."""
         if (fd := self._take_fd()) >= 0:
             os.close(fd)
         if self._prefaulter is not None:
             self._prefaulter.stop()
+        self._to_pin = None  # it would keep the mapping alive
+        if self._pinned is not None:
+            self._pinned.close()
         super().close()
 
     def abandon(self) -> None:

@@ -272,14 +272,18 @@ class ReaderPrefaulter:
     Args:
         fd: the peer's memfd; duplicated.
         mapped: the reader's mapping, from the start of the file.
+        on_mapped: called on the thread after each window, with the end of the mapped bytes.
 
     Raises:
         OSError, RuntimeError: there are no more descriptors, or threads.
     """
 
-    def __init__(self, fd: int, mapped: mmap.mmap) -> None:
+    def __init__(
+        self, fd: int, mapped: mmap.mmap, on_mapped: Callable[[int], object] = lambda end: None
+    ) -> None:
         self._fd = os.dup(fd)
         self._steps = _Steps(mapped, MADV_POPULATE_READ)
+        self._on_mapped = on_mapped
         self._stopped = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="omni-connector-prefault", daemon=True
@@ -295,6 +299,7 @@ class ReaderPrefaulter:
         """End the thread, in bounded time. Idempotent."""
         self._stopped.set()
         self._thread.join(_CLOSE_S)
+        self._on_mapped = lambda end: None  # it would keep the mapping alive
 
     def abandon(self) -> None:
         """Close the descriptor in a forked child, which has no thread that would do so."""
@@ -305,14 +310,17 @@ class ReaderPrefaulter:
     def _run(self) -> None:
         steps = self._steps
         del self._steps  # it would keep the mapping alive after the thread
-        start, waits = 0, 0
+        start = 0
+        waits = 0
         try:
             while start < steps.size and waits < _WAITS:
-                end = self._allocated(start, steps.size)
+                end = min(self._allocated(start, steps.size), start + _WINDOW)
                 if end > start:
                     if not steps.map(start, end, lambda: _wait_for_copies(self._stopped)):
                         return
-                    start, waits = end, 0
+                    self._on_mapped(end)
+                    start = end
+                    waits = 0
                 else:
                     waits += 1
                     pause = min(_FIRST_WAIT_S * 2**waits, _LONGEST_WAIT_S)

@@ -163,11 +163,18 @@ class BlockCopier(ABC):
         May be called on any thread, for some slots after others, and during copies.
 
         Args:
-            slots: `(n_slots, slot_bytes)`, writable; they must stay mapped until `close`. Their
+            slots: `(n_slots, slot_bytes)`; they must stay mapped until `unpin` or `close`. Their
                 memory is allocated if it is not there yet.
 
         Returns:
-            Whether the device has taken them; where it has not, it takes no others either.
+            Whether the device has taken them; where it has not, it takes no others of which as much
+            may be written either.
+        """
+
+    @abstractmethod
+    def unpin(self, slots: NDArray[np.uint8]) -> None:
+        """Let go of slots that one call of `pin` has taken; no copy of them may be under way. May
+        be called on any thread; after `close` it does nothing.
         """
 
     @abstractmethod

@@ -5,13 +5,13 @@ import contextlib
 import logging
 import threading
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from omni_connector.copy.device_hash import device_hash, hashable
+from omni_connector.copy.device_hash import DeviceHash, device_hash, hashable
 from omni_connector.copy.stream import Stream
 
 logger = logging.getLogger("vllm.omni_connector.staging")
@@ -32,8 +32,45 @@ def pci_address() -> str | None:
     return f"{domain:04x}:{bus:02x}:{number:02x}.0"
 
 
+# Of cudaHostRegister: pinned for every context of the process, and never written by the device.
+_PORTABLE: Final = 1
+_READ_ONLY: Final = 8
+
+_HASHED_AT_ONCE: Final = 2
+"""Batches: as many as there are staging buffers. Few slots of many bytes take a device longer to
+hash than to copy, on a small part of its cores."""
+
+
+class _Hashing:
+    """A stream on which one batch after the other is hashed.
+
+    Args:
+        device: a CUDA device.
+
+    Attributes:
+        last: the end of its work so far; None if there was none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.last: torch.cuda.Event | None = None
+
+    def hash(
+        self, device_hash: DeviceHash, rows: torch.Tensor, *, behind: torch.cuda.Stream
+    ) -> torch.Tensor:
+        """See `Stream.hash`; the rows are there when the work of `behind` so far is done."""
+        self._stream.wait_stream(behind)
+        with torch.cuda.stream(self._stream):
+            sums = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
+            sums.copy_(device_hash(rows), non_blocking=True)
+            self.last = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.last.record(self._stream)
+        return sums
+
+
 class CudaStream(Stream):
-    """A side stream of one CUDA device, and the host memory registered with it.
+    """A side stream of one CUDA device, and the host memory registered with it. Hashing has streams
+    of its own, so that the device copies meanwhile.
 
     Args:
         device: a CUDA device.
@@ -44,9 +81,10 @@ class CudaStream(Stream):
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # The arena is registered piece by piece on one thread, and let go of on another.
         self._registering = threading.Lock()
-        self._registered: list[int] = []
+        self._registered: set[int] = set()  # addresses
         self._closed = False
         self._hash = device_hash(device)
+        self._hashing = [_Hashing(device) for _ in range(_HASHED_AT_ONCE)]
 
     def active(self) -> AbstractContextManager[object]:
         # Entering a stream also makes its device the current one.
@@ -62,16 +100,16 @@ class CudaStream(Stream):
             raise TypeError(f"not a fence of this copier: {fence!r}")
         self._stream.wait_event(fence)
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> tuple[torch.cuda.Event, ...]:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        return event
+        return event, *(each.last for each in self._hashing if each.last is not None)
 
     def finish(self, mark: object | None) -> None:
-        if isinstance(mark, torch.cuda.Event):
-            mark.synchronize()
-        else:
-            self._stream.synchronize()
+        events = self.mark() if mark is None else mark
+        assert isinstance(events, tuple)
+        for event in events:
+            event.synchronize()
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.int8, pin_memory=True)
@@ -88,33 +126,44 @@ class CudaStream(Stream):
 
     def hash(self, rows: torch.Tensor) -> torch.Tensor:
         assert self._hash is not None
-        sums = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
-        return sums.copy_(self._hash(rows), non_blocking=True)
+        hashing = self._hashing[0]
+        self._hashing = [*self._hashing[1:], hashing]
+        return hashing.hash(self._hash, rows, behind=self._stream)
 
     def pin(self, slots: NDArray[np.uint8]) -> bool:
         address = slots.ctypes.data
         with self._registering:
             if self._closed or address in self._registered:
                 return False
-            # Portable (1): pinned for every context of the process. A refusal (a kernel limit,
-            # memory that cannot be registered) leaves the pinned buffers, which are always right.
+            # A refusal (a kernel limit, memory that cannot be registered) leaves the pinned
+            # buffers, which are always right.
+            flags = _PORTABLE if slots.flags.writeable else _PORTABLE | _READ_ONLY
             with torch.cuda.device(self._device):
                 runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-                code = runtime.cudaHostRegister(address, slots.nbytes, 1)
+                code = runtime.cudaHostRegister(address, slots.nbytes, flags)
             if int(code) != 0:
                 # The runtime remembers the refusal, and tells it to the next kernel of this thread:
                 # to this one, and not to one of the engine's.
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device=self._device)
                 return False
-            self._registered.append(address)
+            self._registered.add(address)
             return True
 
+    def unpin(self, slots: NDArray[np.uint8]) -> None:
+        with self._registering:
+            self._let_go(self._registered & {slots.ctypes.data})
+
     def close(self) -> None:
-        with self._registering, torch.cuda.device(self._device):
+        with self._registering:
             self._closed = True
+            self._let_go(self._registered)
+
+    def _let_go(self, addresses: set[int]) -> None:
+        # Holds the lock.
+        self._registered = self._registered - addresses
+        with torch.cuda.device(self._device):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            codes = [int(runtime.cudaHostUnregister(each)) for each in self._registered]
-            self._registered = []
+            codes = [int(runtime.cudaHostUnregister(each)) for each in addresses]
         if any(codes):  # after a failure of the device, all do; its memory goes with the process
             logger.warning("cudaHostUnregister failed with CUDA errors %s", sorted(set(codes)))

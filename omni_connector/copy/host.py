@@ -134,6 +134,9 @@ class CpuCopier(BlockCopier):
         """Do nothing: the host reads all of its memory equally well."""
         return False
 
+    def unpin(self, slots: NDArray[np.uint8]) -> None:
+        """Nothing is pinned."""
+
     def begin(
         self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
     ) -> NDArray[np.uint64] | None:

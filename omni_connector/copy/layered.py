@@ -318,6 +318,9 @@ class TracedCopier(BlockCopier):
     def pin(self, slots: NDArray[np.uint8]) -> bool:
         return self._inner.pin(slots)
 
+    def unpin(self, slots: NDArray[np.uint8]) -> None:
+        self._inner.unpin(slots)
+
     def close(self) -> None:
         self._inner.close()
 

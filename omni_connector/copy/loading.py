@@ -79,7 +79,7 @@ class Loader:
 
     Args:
         transports: read the peers' arenas.
-        copier, layout: of this rank's KV caches.
+        copier, layout: of this rank's KV caches; the copier is closed after this.
         groups: what this engine keeps.
         rank, ranks: of this worker, counted stage by stage, and how many a pipeline stage has.
         stripes: ranks over which the slots of this engine are spread.
@@ -117,6 +117,7 @@ class Loader:
             context,
             own=None if own is None else {own[1]: OwnArena(own[1][0], own[0])},
             keeps_orphans=keeps_orphans,
+            pins=copier,
         )
         mapped = batch_blocks(layout, copier.speed)
         self._rank = _Rank(

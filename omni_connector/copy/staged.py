@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copying a KV cache in a device's memory, through bounded staging buffers."""
 
+import ctypes
 import logging
 import threading
 from collections import deque
@@ -145,6 +146,11 @@ class _Pinned:
         at = int(np.searchsorted(self.starts, start))
         return _Pinned(np.insert(self.starts, at, start), np.insert(self.ends, at, end))
 
+    def without(self, start: int) -> "_Pinned":
+        """The same, without the piece that begins at an address."""
+        others = self.starts != start
+        return _Pinned(self.starts[others], self.ends[others])
+
     def pieces_of(self, rows: NDArray[np.int64], nbytes: int) -> NDArray[np.int64] | None:
         """The piece that each row lies in; None unless each lies in one.
 
@@ -222,6 +228,18 @@ class _Call:
         return None if states is None else states[batch.places]
 
 
+def _as_tensor(slots: NDArray[np.uint8]) -> torch.Tensor:
+    """Slots as a tensor, int8, which must not be used after them.
+
+    Torch knows no read-only tensors, and warns where it makes one of a read-only array, as the
+    slots of peers are. So this hides that from it.
+    """
+    count, nbytes = slots.shape
+    distance = slots.strides[0]
+    memory = (ctypes.c_int8 * ((count - 1) * distance + nbytes)).from_address(slots.ctypes.data)
+    return torch.frombuffer(memory, dtype=torch.int8).as_strided((count, nbytes), (distance, 1))
+
+
 class StagedCopier(BlockCopier):
     """Copies a KV cache in a device's memory, one contiguous transfer for many blocks.
 
@@ -264,8 +282,10 @@ class StagedCopier(BlockCopier):
         self._rows = max(1, staging_bytes // layout.slot_bytes)
         self._staged: list[torch.Tensor] = []
         self._bounced: list[torch.Tensor] = []
+        # Replaced under the lock. Copies on other threads look at it without.
         self._pinned = _Pinned.none()
-        self._refused = False
+        self._pinning = threading.Lock()
+        self._refused: set[bool] = set()  # slots by whether they may be written
         # The staging buffers serve one call at a time.
         self._lock = threading.Lock()
 
@@ -273,13 +293,19 @@ class StagedCopier(BlockCopier):
         return self._stream.fence()
 
     def pin(self, slots: NDArray[np.uint8]) -> bool:
-        if self._refused or not self._stream.pin(slots):
-            self._refused = True
+        writable = slots.flags.writeable
+        if writable in self._refused or not self._stream.pin(slots):
+            self._refused.add(writable)
             return False
         address = slots.ctypes.data
-        # One assignment: copies on other threads look at it without a lock.
-        self._pinned = self._pinned.beside(address, address + slots.nbytes)
+        with self._pinning:
+            self._pinned = self._pinned.beside(address, address + slots.nbytes)
         return True
+
+    def unpin(self, slots: NDArray[np.uint8]) -> None:
+        with self._pinning:
+            self._pinned = self._pinned.without(slots.ctypes.data)
+        self._stream.unpin(slots)
 
     def begin(
         self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
@@ -326,9 +352,8 @@ class StagedCopier(BlockCopier):
 
     def _call(self, copy: BlockCopy) -> _Call:
         slots = None
-        # A tensor cannot be read-only, and the slots of peers are.
-        if copy.slots.flags.writeable and copy.slots.strides[0] >= copy.slots.shape[1]:
-            slots = torch.from_numpy(copy.slots.view(np.int8))
+        if len(copy.slots) and copy.slots.strides[0] >= copy.slots.shape[1]:
+            slots = _as_tensor(copy.slots)
         on_device = self._groups[copy.group]
         whole = copy.checksum and copy.states is None
         device_hashes = whole and self._stream.can_hash(on_device.row_bytes)

@@ -86,10 +86,12 @@ class Stream(ABC):
 
     @abstractmethod
     def hash(self, rows: torch.Tensor) -> torch.Tensor:
-        """Have the device hash rows later; called while this stream is active.
+        """Have the device hash rows later, behind the work so far and beside later work; called
+        while this stream is active. A later `mark` is reached when that is done, too.
 
         Args:
-            rows: int8 `(n, nbytes)` in the device's memory, contiguous, of which it can.
+            rows: int8 `(n, nbytes)` in the device's memory, contiguous, of which it can. Nobody may
+                write them before that.
 
         Returns:
             Int64 `(n,)` in the host's memory: xxh3-64 of each row, which nobody may read before it
@@ -101,9 +103,17 @@ class Stream(ABC):
 
     @abstractmethod
     def pin(self, slots: NDArray[np.uint8]) -> bool:
-        """Let this stream copy to and from `slots` itself; returns whether it can.
+        """Let this stream copy to and from `slots` itself, or only from them where they are
+        read-only; returns whether it can.
 
         May be called on any thread; after `close` it returns False.
+        """
+
+    @abstractmethod
+    def unpin(self, slots: NDArray[np.uint8]) -> None:
+        """Undo a `pin`, when no work with these slots is left.
+
+        May be called on any thread; after `close` it does nothing.
         """
 
     @abstractmethod

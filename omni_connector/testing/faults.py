@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena
 from omni_connector.arena.format import SlotHeader
+from omni_connector.arena.pinning import Pins
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
 
 Verb = Literal["export", "withdraw", "attach", "slots", "verify", "read_into"]
@@ -123,6 +124,9 @@ class _FaultyArena(RemoteArena):
             spoiled[slot, offset] ^= 1
         spoiled.flags.writeable = False
         return spoiled
+
+    def pin_with(self, pins: Pins) -> None:
+        self._inner.pin_with(pins)
 
     @property
     def alive(self) -> bool:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena
 from omni_connector.arena.format import EPOCH_BYTES, ArenaGeometry, PublishedSlots, SlotHeader
+from omni_connector.arena.pinning import Pins
 from omni_connector.errors import ProtocolError, TransportError
 from omni_connector.net.peers import is_loopback
 
@@ -118,6 +119,11 @@ class RemoteArena(ABC):
             TransportError: the arena is closed, or not mapped (`supports_mapping`).
         """
         raise TransportError(f"transport {self.endpoint.transport!r} does not map a peer's arena")
+
+    def pin_with(self, pins: Pins) -> None:
+        """Have a device read the slots itself, where they are mapped, until `close`. Called before
+        they are read."""
+        return
 
     @property
     @abstractmethod

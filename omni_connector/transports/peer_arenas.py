@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena
 from omni_connector.arena.format import PublishedSlots, SlotHeader
+from omni_connector.arena.pinning import Pins
 from omni_connector.errors import OmniError, PeerUnreachableError, ProtocolError
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.trace import now
@@ -133,6 +134,7 @@ class PeerArenas:
         period: seconds between two searches.
         own: the arenas of this rank itself, by their endpoints.
         keeps_orphans: whether mapped arenas outlive their owners here.
+        pins: has the device read mapped arenas itself; used until `close`.
     """
 
     def __init__(
@@ -143,7 +145,9 @@ class PeerArenas:
         period: float = WATCH_S,
         own: Mapping[tuple[Endpoint, ...], RemoteArena] | None = None,
         keeps_orphans: bool = False,
+        pins: Pins | None = None,
     ) -> None:
+        self._pins = pins
         self.own: Final = own or {}
         self._notice = NOTICE_S if keeps_orphans else 0.0
         self._transports = transports
@@ -152,6 +156,7 @@ class PeerArenas:
         self._trace = context.trace
         self._lock = threading.Lock()
         self._known: dict[Endpoint, _Attached] = {}
+        self._unused: list[_Attached] = []  # to be closed
         self._watch = Watch(self.let_go, period, context.start)
 
     def open(self, *, waits: bool = True) -> "OpenArenas":
@@ -164,7 +169,9 @@ class PeerArenas:
         with self._lock:
             for each in [each for each in self._known.values() if each.useless(now)]:
                 self._drop(each)
-            return bool(self._known)
+            others = bool(self._known)
+        self._close_unused()
+        return others
 
     def close(self) -> None:
         """Let go of all arenas. No load may be under way."""
@@ -172,6 +179,7 @@ class PeerArenas:
         with self._lock:
             for each in list(self._known.values()):
                 self._drop(each)
+        self._close_unused()
 
     def take(self, endpoints: tuple[Endpoint, ...]) -> _Attached:
         """The arena with these endpoints, for a load that will `leave` it.
@@ -189,6 +197,7 @@ class PeerArenas:
                 self._known[endpoint] = known
                 self._threads.submit(endpoint.address, partial(self._attach, transport, known))
             known.users += 1
+        self._close_unused()
         self._watch.start()
         return known
 
@@ -248,13 +257,16 @@ class PeerArenas:
             if failed:
                 self._drop(attached)
             elif attached.dropped and not attached.users:
-                attached.arena.add_done_callback(_close)
+                self._unused.append(attached)
+        self._close_unused()
 
     def _attach(self, transport: ArenaTransport, attached: _Attached) -> None:
         began = now()
         try:
             arena = transport.attach(attached.endpoint, timeout=ATTACH_S)
             self._trace.span("attach", began, transport=attached.endpoint.transport)
+            if self._pins is not None:
+                arena.pin_with(self._pins)
             attached.arena.set_result(arena)
         except BaseException as error:  # noqa: BLE001 - it is raised where the arena is asked for
             attached.arena.set_exception(error)
@@ -268,7 +280,14 @@ class PeerArenas:
         if handed_on:
             self._transports.withdraw(handed_on)
         if not attached.users:
-            attached.arena.add_done_callback(_close)
+            self._unused.append(attached)
+
+    def _close_unused(self) -> None:
+        # Without the lock: it takes a while to unmap an arena, and loads of others ask meanwhile.
+        with self._lock:
+            unused, self._unused = self._unused, []
+        for each in unused:
+            each.arena.add_done_callback(_close)
 
 
 class OpenArenas:

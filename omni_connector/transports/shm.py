@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena, ArenaView
 from omni_connector.arena.format import PublishedSlots, SlotHeader
+from omni_connector.arena.pinning import Pins
 from omni_connector.errors import (
     IncompatiblePeerError,
     PeerRefusedError,
@@ -324,6 +325,9 @@ class MappedArena(RemoteArena):
 
     def descriptor(self) -> int:
         return self._view.descriptor()
+
+    def pin_with(self, pins: Pins) -> None:
+        self._view.pin_with(pins)
 
     @property
     def alive(self) -> bool:

@@ -344,6 +344,76 @@ def test_a_reader_that_is_closed_while_it_waits_leaves_nothing() -> None:
     assert mappings() <= mapped
 
 
+class Device:
+    """Notes which bytes of an arena it has pinned.
+
+    Args:
+        refuses: from which piece on.
+    """
+
+    def __init__(self, refuses: int = 1 << 30) -> None:
+        self.pinned: dict[int, int] = {}  # bytes by address
+        self.asked = 0
+        self._refuses = refuses
+
+    def pin(self, slots: NDArray[np.uint8]) -> bool:
+        assert not slots.flags.writeable
+        self.asked += 1
+        if self.asked > self._refuses:
+            return False
+        self.pinned[slots.ctypes.data] = slots.nbytes
+        return True
+
+    def unpin(self, slots: NDArray[np.uint8]) -> None:
+        assert slots.any()  # still mapped
+        assert self.pinned.pop(slots.ctypes.data) == slots.nbytes
+
+
+def test_a_reader_has_pinned_what_is_allocated_and_lets_go_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_WINDOW", 4 * MIB)
+    device = Device()
+    before = mappings()
+    with Arena.create(64, MIB) as arena:
+        arena.begin_write(0, 1)  # the headers have memory, too
+        arena.slots[:32] = 1
+        with ArenaView.open(
+            arena.fd, epoch=arena.epoch, n_slots=64, slot_bytes=MIB, prefault=True
+        ) as view:
+            view.pin_with(device)
+            assert not device.pinned  # nobody reads it
+            first = view.slots.ctypes.data
+            wait_until(lambda: sum(device.pinned.values()) >= 31 * MIB)
+            assert len(device.pinned) == 8
+            assert min(device.pinned) == first
+            assert sum(device.pinned.values()) == 31 * MIB  # the last one may end in no whole step
+            assert os.fstat(arena.fd).st_blocks * 512 < 33 * MIB  # the owner has no more memory
+        assert not device.pinned
+        view.mapped_until(64 * MIB)
+        assert not device.pinned
+    assert mappings() <= before
+
+
+def test_a_device_that_refuses_a_piece_is_asked_for_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_WINDOW", 4 * MIB)
+    device = Device(refuses=2)
+    with Arena.create(64, MIB) as arena:
+        arena.begin_write(0, 1)  # the headers have memory, too
+        arena.slots[:32] = 1
+        with ArenaView.open(
+            arena.fd, epoch=arena.epoch, n_slots=64, slot_bytes=MIB, prefault=True
+        ) as view:
+            view.pin_with(device)
+            assert view.slots.any()
+            wait_until(lambda: view._prefaulter is None or finished(view._prefaulter))
+            assert len(device.pinned) == 2
+        assert not device.pinned
+    assert device.asked == 3
+
+
 @pytest.mark.parametrize("broken", ["os.dup", "threading.Thread.start"])
 def test_a_view_that_cannot_be_mapped_in_advance_is_read_nevertheless(
     broken: str, monkeypatch: pytest.MonkeyPatch

@@ -613,15 +613,53 @@ def test_slots_are_pinned_piece_by_piece_and_no_copy_crosses_from_one_to_the_nex
     assert crossed == ["a buffer"]
 
 
-def test_a_device_that_refuses_one_piece_is_offered_no_other(kv):
+@pytest.mark.parametrize("refused", ["the own slots", "those of a peer"])
+def test_a_device_that_refuses_one_piece_is_offered_no_other_that_it_may_use_as_much(kv, refused):
     cache = kv.build("LBHNC", 3, [[kv.Shape(1, 1, 1, 8)]])
     canonical, layout = opened(cache)
     stream = kv.HostStream()
     copier = StagedCopier(canonical, layout, stream)
-    slots = np.zeros((3, layout.slot_bytes), np.uint8)
-    assert not copier.pin(slots[:1])
+    own, of_peer = slots = np.zeros((2, 3, layout.slot_bytes), np.uint8)
+    of_peer.flags.writeable = False
+    one, other = (own, of_peer) if refused == "the own slots" else (of_peer, own)
+    assert not copier.pin(one[:1])
     stream._pins = True
-    assert not copier.pin(slots[1:])
+    assert not copier.pin(one[1:])
+    assert copier.pin(other)
+    assert not slots.any()
+
+
+def test_the_device_reads_slots_of_a_peer_itself_while_they_are_pinned(kv, monkeypatch):
+    cache = kv.build("LBHNC", 9, [[kv.Shape(4, 2, 16, 32)]], seed=1)
+    canonical, layout = opened(cache)
+    slots = random_slots(8, layout)
+    slots.flags.writeable = False
+    stream = kv.HostStream(pins=True)
+    copier = StagedCopier(canonical, layout, stream)
+    copier.direct_bytes = 0
+    block_ids = ids(range(1, 9))
+    copy = BlockCopy(0, block_ids, slots, ids(range(8)), checksum=True)
+    expected = [xxhash.xxh3_64_intdigest(slot[: layout.group_bytes[0]].data) for slot in slots]
+    by_host = []
+    on_host = copier._host_rows.copy
+
+    def copy_on_host(*rows, **options):
+        by_host.append(True)
+        return on_host(*rows, **options)
+
+    monkeypatch.setattr(copier._host_rows, "copy", copy_on_host)
+    for step, host_copies in (("before", True), ("pinned", False), ("let go of", True)):
+        cache.buffer.zero_()
+        if step == "pinned":
+            assert copier.pin(slots)
+        elif step == "let go of":
+            copier.unpin(slots)
+            assert stream.log[-1] == ("unpin", slots.ctypes.data)
+        by_host.clear()
+        assert copier.load(copy).tolist() == expected
+        assert bool(by_host) == host_copies
+        for block, slot in zip(block_ids, slots, strict=True):
+            np.testing.assert_array_equal(slot[: layout.group_bytes[0]], cache.slot(0, block))
 
 
 def test_a_copier_of_a_device_that_has_failed_can_be_closed(kv):

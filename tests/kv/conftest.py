@@ -304,6 +304,9 @@ class HostStream(Stream):
     def pin(self, slots: np.ndarray) -> bool:
         return self._pins
 
+    def unpin(self, slots: np.ndarray) -> None:
+        self.log.append(("unpin", slots.ctypes.data))
+
     def close(self) -> None:
         self.log.append(("close", None))
 
@@ -379,6 +382,9 @@ class OnCuda(BlockCopier):
 
     def pin(self, slots: np.ndarray) -> bool:
         return False
+
+    def unpin(self, slots: np.ndarray) -> None:
+        pass
 
     def zero(self, group: int, block_ids: np.ndarray, *, fence: object = None) -> None:
         with self._there() as copier:

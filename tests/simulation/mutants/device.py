@@ -139,6 +139,38 @@ DEVICE: Final = (
         ),
     ),
     mutant(
+        "device: arenas of peers stay pinned",
+        "the arena of a peer that has gone is let go of while the device has it pinned",
+        (
+            "omni_connector.arena.arena",
+            "        if self._pinned is not None:\n            self._pinned.close()\n",
+            "",
+        ),
+    ),
+    mutant(
+        "device: pinned too late",
+        "the arena of a peer is pinned although it was let go of",
+        (
+            "omni_connector.arena.pinning",
+            "            if self._ended:\n                return\n",
+            "",
+        ),
+        (
+            "omni_connector.arena.arena",
+            "        self._to_pin = None  # it would keep the mapping alive\n",
+            "",
+        ),
+    ),
+    mutant(
+        "device: what a peer had pinned",
+        "the device is given slots of a peer's arena that were let go of",
+        (
+            _STAGING,
+            "            self._pinned = self._pinned.without(slots.ctypes.data)\n",
+            "            pass\n",
+        ),
+    ),
+    mutant(
         "device: hashed before it is gathered",
         "a save has the checksum of what was in the staging buffer before",
         (

@@ -129,11 +129,15 @@ class Device(Actor):
         self._queues = [self.engine, self.others]
         world.add(self)
 
-    def stream(self) -> "SimulatedStream":
-        """A stream beside the engine's own."""
+    def queue(self) -> Queue:
+        """The work of one more stream."""
         queue = Queue()
         self._queues.append(queue)
-        return SimulatedStream(self, queue)
+        return queue
+
+    def stream(self) -> "SimulatedStream":
+        """A stream beside the engine's own."""
+        return SimulatedStream(self, self.queue())
 
     def launch(self, queue: Queue, work: _Work) -> None:
         """Put work on a stream."""
@@ -204,11 +208,13 @@ class SimulatedStream(Stream):
     def __init__(self, device: Device, queue: Queue) -> None:
         self._device = device
         self._queue = queue
+        self._hashing = device.queue()
         self._entered = 0
         self._closed = False
         self._hashes = device.world.chance(0.6)
         # Addresses of the host's memory that the device may use: a piece may not be left in a copy.
         self._host: list[tuple[int, int]] = []
+        self._used: list[tuple[int, int]] = []  # of it, by work that is not done
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -221,14 +227,23 @@ class SimulatedStream(Stream):
     def launch(self, work: _Work, *, host: torch.Tensor | None = None, lands: bool = False) -> None:
         if self._queue.failed:
             raise DeviceFailed("the device has failed")
-        if host is not None:
-            start, end = _extent(host)
-            if not any(first <= start and end <= last for first, last in self._host):
-                raise Violation("wrong_bytes", "a device copies to memory that is not pinned")
-        if host is not None and lands:
-            host.fill_(_POISON)
         # As with CUDA, what is launched outside goes to a stream that no fence is waited for on.
-        self._device.launch(self._queue if self._entered else self._device.others, work)
+        queue = self._queue if self._entered else self._device.others
+        if host is None:
+            self._device.launch(queue, work)
+            return
+        extent = _extent(host)
+        if not any(_within(extent, piece) for piece in self._host):
+            raise Violation("wrong_bytes", "a device copies to memory that is not pinned")
+        if lands:
+            host.fill_(_POISON)
+
+        def copy() -> None:
+            self._used.remove(extent)
+            work()
+
+        self._used.append(extent)
+        self._device.launch(queue, copy)
 
     def fence(self) -> object:
         # Of the stream that the calling thread uses: another thread's is not the engine's.
@@ -241,8 +256,8 @@ class SimulatedStream(Stream):
             raise TypeError(f"not a fence of this device: {fence!r}")
         self._queue.wait(fence)
 
-    def mark(self) -> object:
-        return self._queue.mark()
+    def mark(self) -> "tuple[Event, Event]":
+        return self._queue.mark(), self._hashing.mark()
 
     def finish(self, mark: object | None) -> None:
         if not self._device.closing:
@@ -250,10 +265,12 @@ class SimulatedStream(Stream):
         if self._device.fails():
             self._device.world.tell(f"a stream of {self._device.name} fails")
             self._queue.fail()
+            self._hashing.fail()
         if self._queue.failed:
             raise DeviceFailed("the device has failed")
-        event = mark if isinstance(mark, Event) else self._queue.mark()
-        self._device.finish(event, self._queue)
+        events = mark if isinstance(mark, tuple) else self.mark()
+        for event, queue in zip(events, (self._queue, self._hashing), strict=True):
+            self._device.finish(event, queue)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         buffer = self._device.allocate(nbytes)
@@ -271,22 +288,42 @@ class SimulatedStream(Stream):
         return self._hashes
 
     def hash(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._queue.failed:
+            raise DeviceFailed("the device has failed")
         sums = self.host_buffer(8 * len(rows)).view(torch.int64)
 
         def work() -> None:
             found = [xxhash.xxh3_64_intdigest(row.data) for row in rows.numpy()]
             sums.copy_(torch.from_numpy(np.array(found, np.uint64).view(np.int64)))
 
-        self.launch(work, host=sums, lands=True)
+        self._hashing.wait(self._queue.mark())
+        self._device.launch(self._hashing, work)
         return sums
 
     def pin(self, slots: NDArray[np.uint8]) -> bool:
         if not self._closed:
-            self._host.append(_extent(torch.from_numpy(slots)))
+            self._host.append(_addresses(slots))
         return not self._closed
+
+    def unpin(self, slots: NDArray[np.uint8]) -> None:
+        if self._closed:
+            return
+        piece = _addresses(slots)
+        self._host.remove(piece)
+        if not self._queue.failed and any(_within(each, piece) for each in self._used):
+            raise Violation("wrong_bytes", "a device still copies from memory that is let go of")
 
     def close(self) -> None:
         self._closed = True
+
+
+def _addresses(slots: NDArray[np.uint8]) -> tuple[int, int]:
+    """The first byte of slots, and the one behind them."""
+    return slots.ctypes.data, slots.ctypes.data + slots.nbytes
+
+
+def _within(extent: tuple[int, int], piece: tuple[int, int]) -> bool:
+    return piece[0] <= extent[0] and extent[1] <= piece[1]
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -335,7 +372,10 @@ class DeviceCopier:
             device.blame(Violation("wrong_bytes", f"{device.name}: zeroed blocks are not zero"))
 
     def pin(self, slots: NDArray[np.uint8]) -> bool:
-        """Pin pieces of a few slots, some later and some never."""
+        """Pin pieces of a few slots of the own arena, some later and some never. What is pinned of
+        a peer's is drawn where it is mapped."""
+        if not slots.flags.writeable:
+            return self._inner.pin(slots)
         world = self._device.world
         first = 0
         while first < len(slots) and world.chance(0.85):

@@ -5,6 +5,7 @@ file for `omni-connector top`, which stays unwritten."""
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena, ArenaView
 from omni_connector.arena.format import PublishedSlots, SlotHeader
+from omni_connector.arena.pinning import Pins
 from omni_connector.errors import PeerUnreachableError, ProtocolError
 from omni_connector.net.orders import Orders
 from omni_connector.net.rank_socket import RankAnswers
@@ -62,7 +64,7 @@ class Host:
         for address in [each for each, (name, _) in self.handed_on.items() if name == owner]:
             del self.handed_on[address]
         for view in list(self.views.get(owner, ())):
-            view.close()
+            view.kill()
         for key in [key for key in self.ranks if key[0] == owner]:
             del self.ranks[key]
         self.neighbourhood.kill(owner)
@@ -126,6 +128,44 @@ class SimulatedRanks:
         """Nothing is held."""
 
 
+class WatchedPins:
+    """Sees that a mapping is let go of before it ends, and not pinned after that.
+
+    Args:
+        world: that fails where it is not so. Whoever lets go of a mapping hears of no error.
+        pins: of the copier of its reader.
+    """
+
+    def __init__(self, world: World, pins: Pins) -> None:
+        self._world = world
+        self._pins = pins
+        self._pinned: list[int] = []
+        self._ended = False
+
+    def pin(self, slots: NDArray[np.uint8]) -> bool:
+        """As of the copier."""
+        if self._ended:
+            self._blame("engine_died", "a device is given memory that is not mapped any more")
+        taken = self._pins.pin(slots)
+        if taken:
+            self._pinned.append(slots.ctypes.data)
+        return taken
+
+    def unpin(self, slots: NDArray[np.uint8]) -> None:
+        """As of the copier."""
+        self._pinned.remove(slots.ctypes.data)
+        self._pins.unpin(slots)
+
+    def end(self) -> None:
+        """The mapping ends."""
+        self._ended = True
+        if self._pinned:
+            self._blame("leaks", "an arena is let go of while a device has it pinned")
+
+    def _blame(self, kind: str, what: str) -> None:
+        self._world.violation = self._world.violation or Violation(kind, what)
+
+
 class View(RemoteArena):
     """An arena of a peer."""
 
@@ -138,6 +178,7 @@ class View(RemoteArena):
         self._host = host
         self._reader = reader
         self._view = view
+        self._pins: WatchedPins | None = None
         host.views.setdefault(reader, []).append(self)
 
     @property
@@ -146,6 +187,19 @@ class View(RemoteArena):
 
     def descriptor(self) -> int:
         return os.dup(self.fd)
+
+    def pin_with(self, pins: Pins) -> None:
+        if not self._host.mapped:
+            return
+        world = self._host.world
+        self._pins = WatchedPins(world, pins)
+        self._view.pin_with(self._pins)
+        after = end = 0.0
+        while end < 1.0 and world.chance(0.85):
+            after += world.draw.choice((0.0, 0.05, 1.0))
+            end += world.draw.choice((0.1, 0.3, 1.0))
+            mapped = int(min(end, 1.0) * os.fstat(self.fd).st_size)
+            world.later(after, partial(self._view.mapped_until, mapped))
 
     @property
     def alive(self) -> bool:
@@ -178,8 +232,15 @@ class View(RemoteArena):
             host.world.tell(f"a fetch from {self.endpoint.address} brings other bytes")
             dst ^= 0x10
 
+    def kill(self) -> None:
+        """The reader's process has ended, and with it what its device had pinned."""
+        self._pins = None
+        self.close()
+
     def close(self) -> None:
         self._view.close()
+        if self._pins is not None:
+            self._pins.end()
         descriptor, self.fd = self.fd, -1
         if descriptor >= 0:
             os.close(descriptor)
