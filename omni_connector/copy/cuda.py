@@ -56,10 +56,10 @@ class _Hashing:
         self.last: torch.cuda.Event | None = None
 
     def hash(
-        self, device_hash: DeviceHash, rows: torch.Tensor, *, behind: torch.cuda.Stream
+        self, device_hash: DeviceHash, rows: torch.Tensor, there: torch.cuda.Event
     ) -> torch.Tensor:
-        """See `Stream.hash`; the rows are there when the work of `behind` so far is done."""
-        self._stream.wait_stream(behind)
+        """See `Stream.hash`."""
+        self._stream.wait_event(there)
         with torch.cuda.stream(self._stream):
             sums = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
             sums.copy_(device_hash(rows), non_blocking=True)
@@ -124,11 +124,12 @@ class CudaStream(Stream):
     def can_hash(self, nbytes: int) -> bool:
         return self._hash is not None and hashable(nbytes)
 
-    def hash(self, rows: torch.Tensor) -> torch.Tensor:
+    def hash(self, rows: torch.Tensor, *, there: object) -> torch.Tensor:
         assert self._hash is not None
+        assert isinstance(there, tuple)
         hashing = self._hashing[0]
         self._hashing = [*self._hashing[1:], hashing]
-        return hashing.hash(self._hash, rows, behind=self._stream)
+        return hashing.hash(self._hash, rows, there[0])
 
     def pin(self, slots: NDArray[np.uint8]) -> bool:
         address = slots.ctypes.data

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from omni_connector.copy.copier import BlockCopier, BlockCopy, consecutive
+from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.copy.host_rows import HostRows, Sharing, begin_hashing
 from omni_connector.copy.stream import Stream
 from omni_connector.kv.canonical import SLOT_ALIGNMENT, CanonicalKVCaches, SlotLayout
@@ -380,15 +380,18 @@ class StagedCopier(BlockCopier):
         pieces = self._pinned.pieces_of(addresses, size)
         if pieces is None:
             return None
-        limit = len(slot_ids) if size == distance else 1
-        rows = np.arange(len(slot_ids))
-        changes = np.flatnonzero(np.diff(pieces)) + 1
-        runs = [
-            _Run(slice(row, row + count), slice(slot, slot + count))
-            for some in np.split(rows, changes)
-            for row, slot, count in consecutive(some, slot_ids[some], limit)
+        apart = np.diff(slot_ids) != 1
+        apart |= np.diff(pieces) != 0
+        apart |= size != distance
+        firsts = np.flatnonzero(np.append(True, apart))
+        if len(slot_ids) * size < len(firsts) * self.direct_bytes:
+            return None
+        ends = np.append(firsts[1:], len(slot_ids))
+        slots = slot_ids[firsts]
+        return [
+            _Run(slice(first, end), slice(slot, slot + end - first))
+            for first, end, slot in zip(firsts.tolist(), ends.tolist(), slots.tolist(), strict=True)
         ]
-        return runs if len(slot_ids) * size >= len(runs) * self.direct_bytes else None
 
     def _pump(
         self,
@@ -431,13 +434,13 @@ class StagedCopier(BlockCopier):
         """Begin to save a batch. Returns its checksums, if the device makes them."""
         staged = self._buffer(self._staged, call, batch)
         call.on_device.gather(self._stream, batch.block_ids, staged)
-        sums = self._stream.hash(staged) if call.device_hashes else None
+        there = self._stream.mark()
         if batch.runs is None:
             self._cross(self._buffer(self._bounced, call, batch), staged, lands=True)
         else:
             for run in batch.runs:
                 self._cross(call.slots_of(run), staged[run.rows], lands=True)
-        return sums
+        return self._stream.hash(staged, there=there) if call.device_hashes else None
 
     def _land(self, call: _Call, batch: _Batch) -> None:
         """End to save a batch whose bytes are in the host's memory."""
@@ -454,9 +457,9 @@ class StagedCopier(BlockCopier):
         else:
             for run in batch.runs:
                 self._cross(staged[run.rows], call.slots_of(run))
-        sums = self._stream.hash(staged) if call.device_hashes else None
+        there = self._stream.mark()
         call.on_device.scatter(self._stream, batch.block_ids, staged)
-        return sums
+        return self._stream.hash(staged, there=there) if call.device_hashes else None
 
     def _landed(self, call: _Call, batch: _Batch) -> None:
         """End to load a batch that is in its blocks."""

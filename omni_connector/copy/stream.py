@@ -85,13 +85,14 @@ class Stream(ABC):
         """Whether the device hashes rows of so many bytes."""
 
     @abstractmethod
-    def hash(self, rows: torch.Tensor) -> torch.Tensor:
-        """Have the device hash rows later, behind the work so far and beside later work; called
-        while this stream is active. A later `mark` is reached when that is done, too.
+    def hash(self, rows: torch.Tensor, *, there: object) -> torch.Tensor:
+        """Have the device hash rows later, beside the work of this stream. A later `mark` is
+        reached when that is done, too.
 
         Args:
             rows: int8 `(n, nbytes)` in the device's memory, contiguous, of which it can. Nobody may
                 write them before that.
+            there: what `mark` has returned when the work that writes them was put on this stream.
 
         Returns:
             Int64 `(n,)` in the host's memory: xxh3-64 of each row, which nobody may read before it

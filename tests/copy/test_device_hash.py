@@ -81,9 +81,8 @@ def test_a_device_hashes_behind_what_its_stream_has_to_do_before() -> None:
     torch.cuda.synchronize()
     with stream.active():
         rows.fill_(7)
-        sums = stream.hash(rows)
-        mark = stream.mark()
-    stream.finish(mark)
+        sums = stream.hash(rows, there=stream.mark())
+    stream.finish(stream.mark())
     expected = xxhash.xxh3_64_intdigest(bytes([7]) * (1 << 20))
     assert sums.numpy().view(np.uint64).tolist() == [expected] * 64
     stream.close()

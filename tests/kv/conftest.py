@@ -297,7 +297,7 @@ class HostStream(Stream):
     def can_hash(self, nbytes: int) -> bool:
         return self._hashes
 
-    def hash(self, rows: torch.Tensor) -> torch.Tensor:
+    def hash(self, rows: torch.Tensor, *, there: object) -> torch.Tensor:
         sums = [xxhash.xxh3_64_intdigest(row.data) for row in rows.numpy()]
         return torch.from_numpy(np.array(sums, np.uint64).view(np.int64))
 

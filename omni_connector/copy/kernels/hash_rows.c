@@ -37,6 +37,7 @@ static uint32_t index_step(void)
 enum {
     SUMS = 8,
     WORDS = STRIPE / 8, // of a stripe
+    AHEAD = 16,         // blocks that memory takes to answer
 };
 
 static const uint64_t FIRST_SUMS[SUMS] = {
@@ -58,6 +59,11 @@ static uint64_t added(const uint64_t *stripe, uint32_t sum, uint32_t at)
 {
     uint64_t keyed = stripe[sum] ^ secret(at + 8 * sum);
     return stripe[sum ^ 1] + (keyed & 0xFFFFFFFF) * (keyed >> 32);
+}
+
+static uint64_t scrambled(uint64_t sum, uint64_t key)
+{
+    return (sum ^ sum >> 47 ^ key) * PRIME32_1;
 }
 
 /* Blocks after which the sums are scrambled: the last one's never are. */
@@ -88,11 +94,26 @@ KERNEL void row_sums(
         uint32_t at = i % SUMS, row = i / SUMS;
         const uint64_t *of_row = sums + (uint64_t)row * blocks * SUMS + at;
         uint64_t total = FIRST_SUMS[at], key = secret(SCRAMBLE_SECRET + 8 * at);
-#pragma clang loop unroll_count(16)
-        for (uint32_t block = 0; block < blocks; block++) {
-            total += of_row[block * SUMS];
-            total = (total ^ total >> 47 ^ key) * PRIME32_1;
+        uint32_t block = 0;
+        if (blocks >= AHEAD) {
+            uint64_t ahead[AHEAD];
+#pragma clang loop unroll(full)
+            for (uint32_t k = 0; k < AHEAD; k++)
+                ahead[k] = of_row[k * SUMS];
+            for (; block + 2 * AHEAD <= blocks; block += AHEAD) {
+#pragma clang loop unroll(full)
+                for (uint32_t k = 0; k < AHEAD; k++) {
+                    total = scrambled(total + ahead[k], key);
+                    ahead[k] = of_row[(block + AHEAD + k) * SUMS];
+                }
+            }
+#pragma clang loop unroll(full)
+            for (uint32_t k = 0; k < AHEAD; k++)
+                total = scrambled(total + ahead[k], key);
+            block += AHEAD;
         }
+        for (; block < blocks; block++)
+            total = scrambled(total + of_row[block * SUMS], key);
         const uint64_t *words = rows + row * (bytes / 8);
         uint32_t last = bytes / STRIPE - 1;
         for (uint32_t stripe = blocks * BLOCK; stripe < last; stripe++)

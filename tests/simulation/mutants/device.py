@@ -12,7 +12,7 @@ from tests.simulation.mutants.faults import mutant
 _WORKER: Final = "omni_connector.vllm_v1.worker"
 _STAGING: Final = "omni_connector.copy.staged"
 _FINISH: Final = "                self._stream.finish(mark)\n"
-_HASH: Final = "        sums = self._stream.hash(staged) if call.device_hashes else None\n"
+_THERE: Final = "        there = self._stream.mark()\n"
 
 DEVICE: Final = (
     mutant(
@@ -175,8 +175,8 @@ DEVICE: Final = (
         "a save has the checksum of what was in the staging buffer before",
         (
             _STAGING,
-            "        call.on_device.gather(self._stream, batch.block_ids, staged)\n" + _HASH,
-            _HASH + "        call.on_device.gather(self._stream, batch.block_ids, staged)\n",
+            "        call.on_device.gather(self._stream, batch.block_ids, staged)\n" + _THERE,
+            _THERE + "        call.on_device.gather(self._stream, batch.block_ids, staged)\n",
         ),
     ),
     mutant(
