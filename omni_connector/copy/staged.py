@@ -434,13 +434,13 @@ class StagedCopier(BlockCopier):
         """Begin to save a batch. Returns its checksums, if the device makes them."""
         staged = self._buffer(self._staged, call, batch)
         call.on_device.gather(self._stream, batch.block_ids, staged)
-        there = self._stream.mark()
+        there = self._stream.mark() if call.device_hashes else None
         if batch.runs is None:
             self._cross(self._buffer(self._bounced, call, batch), staged, lands=True)
         else:
             for run in batch.runs:
                 self._cross(call.slots_of(run), staged[run.rows], lands=True)
-        return self._stream.hash(staged, there=there) if call.device_hashes else None
+        return None if there is None else self._stream.hash(staged, there=there)
 
     def _land(self, call: _Call, batch: _Batch) -> None:
         """End to save a batch whose bytes are in the host's memory."""
@@ -457,9 +457,9 @@ class StagedCopier(BlockCopier):
         else:
             for run in batch.runs:
                 self._cross(staged[run.rows], call.slots_of(run))
-        there = self._stream.mark()
+        there = self._stream.mark() if call.device_hashes else None
         call.on_device.scatter(self._stream, batch.block_ids, staged)
-        return self._stream.hash(staged, there=there) if call.device_hashes else None
+        return None if there is None else self._stream.hash(staged, there=there)
 
     def _landed(self, call: _Call, batch: _Batch) -> None:
         """End to load a batch that is in its blocks."""

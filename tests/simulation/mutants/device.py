@@ -12,7 +12,7 @@ from tests.simulation.mutants.faults import mutant
 _WORKER: Final = "omni_connector.vllm_v1.worker"
 _STAGING: Final = "omni_connector.copy.staged"
 _FINISH: Final = "                self._stream.finish(mark)\n"
-_THERE: Final = "        there = self._stream.mark()\n"
+_THERE: Final = "        there = self._stream.mark() if call.device_hashes else None\n"
 
 DEVICE: Final = (
     mutant(
