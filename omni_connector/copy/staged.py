@@ -261,7 +261,7 @@ class StagedCopier(BlockCopier):
             copy from one buffer to all slots.
     """
 
-    speed = 8
+    speed = 16
     direct_bytes = 256 << 10
 
     def __init__(

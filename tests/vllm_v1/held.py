@@ -77,6 +77,13 @@ class HeldCopier:
     def zero(self, *args: Any, **kwargs: Any) -> None:
         self._inner.zero(*args, **kwargs)
 
+    def pin(self, slots: Any) -> bool:
+        pinned: bool = self._inner.pin(slots)
+        return pinned
+
+    def unpin(self, slots: Any) -> None:
+        self._inner.unpin(slots)
+
     def close(self) -> None:
         self._inner.close()
 
