@@ -19,7 +19,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Self
 
 import numpy as np
@@ -37,6 +37,7 @@ from omni_connector.arena.format import (
     SlotHeader,
     SlotState,
     state_of,
+    states_of,
 )
 from omni_connector.arena.huge_pages import HugePages, pool
 from omni_connector.arena.memory_nodes import ARENA_NAME, MemoryNodes
@@ -70,6 +71,10 @@ _WORDS: Final = HEADER_BYTES // 8
 
 _MANY: Final = 8
 """Slots from which on it takes less time to look at all headers at once."""
+
+_MANY_WRITTEN: Final = 12
+"""Slots from which on it takes less time to write all headers at once."""
+
 
 _barrier_lock = threading.Lock()
 
@@ -160,10 +165,7 @@ class _Mapping:
         pairs = list(zip(slots.tolist(), generations.tolist(), strict=True))
         if len(pairs) < _MANY:
             return PublishedSlots.of([self.verify(slot, generation) for slot, generation in pairs])
-        if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < self.n_slots:
-            raise IndexError(
-                f"slots from {slots.min()} to {slots.max()}, of an arena of {self.n_slots} slots"
-            )
+        self._require(slots)
         _barrier()
         words = table[slots]
         _barrier()
@@ -192,6 +194,12 @@ class _Mapping:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _require(self, slots: NDArray[np.int64]) -> None:
+        if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < self.n_slots:
+            raise IndexError(
+                f"slots from {slots.min()} to {slots.max()}, of an arena of {self.n_slots} slots"
+            )
 
     def _locate(self, slot: int) -> tuple["memoryview[int]", int]:
         words = self._words
@@ -364,6 +372,88 @@ class Arena(_Mapping):
         words[first + 7] = checksum
         _barrier()
         words[first + 1] = SlotState.PUBLISHED | len(key) << KEY_LENGTH_SHIFT
+
+    def begin_writes(self, slots: NDArray[np.int64], generations: NDArray[np.int64]) -> None:
+        """`begin_write` of several slots `(n,)`, with their generations `(n,)`.
+
+        Raises:
+            As `begin_write`, of one of them; then others may have been begun.
+        """
+        if len(slots) < _MANY_WRITTEN:
+            for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True):
+                self.begin_write(slot, generation)
+            return
+        table = self._headers_of(slots)
+        if generations.min() < 0:
+            raise ValueError(f"generation {generations.min()} is not a u64")
+        words = generations.astype(np.uint64)
+        again = (table[slots, 0] == words) & (states_of(table[slots, 1]) == SlotState.PUBLISHED)
+        if again.any():
+            at = int(again.argmax())
+            raise ValueError(
+                f"slot {slots[at]} is already published with generation {generations[at]}"
+            )
+        if self._prefaulter is not None:
+            for slot in slots.tolist():
+                self.touch(slot)
+        table[slots, 1] = SlotState.WRITING
+        table[slots, 0] = words
+        _barrier()
+
+    def publish_all(
+        self,
+        slots: NDArray[np.int64],
+        generations: NDArray[np.int64],
+        keys: Sequence[bytes],
+        length: int,
+        checksums: NDArray[np.uint64],
+    ) -> None:
+        """`publish` of several slots `(n,)`, with their generations, keys and checksums `(n,)`.
+
+        Args:
+            length: bytes of content of each of them.
+
+        Raises:
+            As `publish`, of one of them; then others may have been published.
+        """
+        if len(slots) < _MANY_WRITTEN:
+            several = zip(
+                slots.tolist(), generations.tolist(), keys, checksums.tolist(), strict=True
+            )
+            for slot, generation, key, checksum in several:
+                self.publish(slot, generation, key, length, checksum)
+            return
+        table = self._headers_of(slots)
+        key_lengths = np.array([len(key) for key in keys], np.uint64)
+        if key_lengths.max() > MAX_KEY_BYTES:
+            raise ValueError(
+                f"a key has at most {MAX_KEY_BYTES} bytes, not {int(key_lengths.max())}"
+            )
+        if not 0 <= length <= self.slot_bytes:
+            raise ValueError(f"{length} bytes of content in a slot of {self.slot_bytes}")
+        words = generations.astype(np.uint64)
+        writing = (table[slots, 0] == words) & (states_of(table[slots, 1]) == SlotState.WRITING)
+        if not writing.all():
+            at = int(writing.argmin())
+            raise StaleSlotError(
+                f"slot {slots[at]} is not being written with generation {generations[at]} (any "
+                "more)"
+            )
+        padded = b"".join([key.ljust(MAX_KEY_BYTES, b"\0") for key in keys])
+        table[slots, 2:6] = np.frombuffer(padded, np.uint64).reshape(len(keys), -1)
+        table[slots, 6] = length
+        table[slots, 7] = checksums
+        statuses = key_lengths << np.uint64(KEY_LENGTH_SHIFT) | np.uint64(SlotState.PUBLISHED)
+        _barrier()
+        table[slots, 1] = statuses
+
+    def _headers_of(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """The headers of all slots, after a look whether it has these."""
+        table = self._table
+        if table is None:
+            raise TransportError("the arena is closed")
+        self._require(slots)
+        return table
 
     def retire(self, slot: int) -> None:
         """Retire the slot: readers refuse it from now on. Idempotent.

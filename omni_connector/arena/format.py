@@ -137,7 +137,7 @@ class PublishedSlots:
         `(n,)`, and hold at most `slot_bytes` bytes of content."""
         statuses = words[:, 1]
         key_lengths = statuses >> np.uint64(KEY_LENGTH_SHIFT)
-        states = statuses & np.uint64((1 << KEY_LENGTH_SHIFT) - 1)
+        states = states_of(statuses)
         if not (
             (states == SlotState.PUBLISHED)
             & (words[:, 0] == generations.astype(np.uint64))
@@ -238,6 +238,11 @@ def format_versions(ours: object, theirs: object) -> tuple[str, str]:
 def state_of(status: int) -> int:
     """The state in a header's second word; the upper half is the length of the key."""
     return status & ((1 << KEY_LENGTH_SHIFT) - 1)
+
+
+def states_of(statuses: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The same of several headers `(n,)`."""
+    return statuses & np.uint64((1 << KEY_LENGTH_SHIFT) - 1)
 
 
 def header_keys(key_prefix: bytes, group: int, keys: Sequence[bytes | None]) -> list[bytes]:

@@ -121,13 +121,14 @@ class Saver:
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool | float, None, Outcome]:
             copied = spec.blocks.block_ids != NULL_BLOCK_ID
-            slots, generations = spec.slots[copied].tolist(), spec.generations[copied].tolist()
+            slots = spec.slots[copied]
+            generations = spec.generations[copied]
             outcome = Outcome(job_id)
             complete = False
             try:
                 copies = self._copies(forward, spec.blocks, self._arena.slots, spec.slots)
                 if not forward.ended:
-                    self._begin_write(slots, generations)
+                    self._arena.begin_writes(slots, generations)
                     yield True
                     outcome.early = yield from copies.follow(cancelled)
                 for group, places in spec.blocks.batches(self._batches):
@@ -146,16 +147,16 @@ class Saver:
                 if not complete and not self._arena.closed:
                     # Readers that wait for these slots learn that they will not come with this
                     # generation. A reader of a closed arena sees that its owner has gone.
-                    self._begin_write(slots, [each + 1 for each in generations])
+                    self._arena.begin_writes(slots, generations + 1)
             return outcome
 
         return work
 
-    def void_work(self, slots: list[int], generations: list[int]) -> Work:
+    def void_work(self, slots: NDArray[np.int64], generations: NDArray[np.int64]) -> Work:
         """Tells readers of these slots, by their generations, that the bytes have changed."""
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
-            self._begin_write(slots, generations)
+            self._arena.begin_writes(slots, generations)
             yield True
             return Outcome(NO_JOB_ID)
 
@@ -169,24 +170,19 @@ class Saver:
         copies: LayeredSave,
         cancelled: Callable[[], bool],
     ) -> Generator[bool, None, bool]:
-        slots, generations = spec.slots[places].tolist(), spec.generations[places].tolist()
-        self._begin_write(slots, generations)  # once more, where it followed the forward pass
+        slots = spec.slots[places]
+        generations = spec.generations[places]
+        self._arena.begin_writes(slots, generations)  # again, where it followed the forward pass
         yield True
         checksums = copies.finish(group, places, cancelled)
         if checksums is None:
             return False
         yield True
-        for place, slot, generation, checksum in zip(
-            places.tolist(), slots, generations, checksums.tolist(), strict=True
-        ):
-            size = self._layout.group_bytes[group]
-            self._arena.publish(slot, generation, spec.keys[place], size, checksum)
+        keys = [spec.keys[place] for place in places.tolist()]
+        size = self._layout.group_bytes[group]
+        self._arena.publish_all(slots, generations, keys, size, checksums)
         yield True
         return True
-
-    def _begin_write(self, slots: list[int], generations: list[int]) -> None:
-        for slot, generation in zip(slots, generations, strict=True):
-            self._arena.begin_write(slot, generation)
 
 
 def batch_blocks(layout: SlotLayout, speed: int = 1) -> list[int]:

@@ -460,7 +460,7 @@ class OmniWorker:
             assert self._caches.arena is not None
             slots, generations = map(np.array, metadata.void)
             own, rows = of_stripe(slots, self._rank, self._caches.arena.stripes)
-            work = self._caches.saver.void_work(rows[own].tolist(), generations[own].tolist())
+            work = self._caches.saver.void_work(rows[own], generations[own])
             self._threads.saves.submit(NO_JOB_ID, work, in_order=True)
 
     def _start(self, jobs: Mapping[int, TransferSpec], fence: object = None) -> None:

@@ -335,6 +335,67 @@ def test_several_slots_are_verified_as_one_after_the_other(
         assert found == each
 
 
+def raw_headers(arena: Arena) -> bytes:
+    assert arena._map is not None
+    return bytes(arena._map[4096 : 4096 + 64 * N_SLOTS])
+
+
+@given(
+    headers=st.lists(HEADERS, min_size=N_SLOTS, max_size=N_SLOTS),
+    slots=st.lists(st.integers(-1, N_SLOTS), min_size=1, max_size=6, unique=True),
+    generations=st.lists(st.integers(-1, 6), min_size=6, max_size=6),
+    key=st.binary(max_size=33),
+    length=st.integers(-1, SLOT_BYTES + 1),
+    publishes=st.booleans(),
+)
+@example(
+    headers=[(1, 5, b"", 0, 0)] * N_SLOTS,
+    slots=[0, 1],
+    generations=[5] * 6,
+    key=b"key",
+    length=7,
+    publishes=True,
+)
+def test_several_slots_are_written_as_one_after_the_other(
+    headers: list[tuple[int, int, bytes, int, int]],
+    slots: list[int],
+    generations: list[int],
+    key: bytes,
+    length: int,
+    publishes: bool,
+) -> None:
+    ids = np.array(slots, np.int64)
+    new = np.array(generations[: len(ids)])
+    keys = [key[: at + 28] for at in range(len(ids))]
+    sums = np.arange(len(ids), dtype=np.uint64) + np.uint64((1 << 64) - 9)
+    ended = []
+    for many in (0, 1 << 30):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            Arena.create(N_SLOTS, SLOT_BYTES) as arena,
+        ):
+            patch.setattr(arena_module, "_MANY_WRITTEN", many)
+            assert arena._map is not None
+            packed = [
+                struct.pack("=QQ32sQQ", generation, state | len(key) << 32, key, size, checksum)
+                for state, generation, key, size, checksum in headers
+            ]
+            arena._map[4096 : 4096 + 64 * N_SLOTS] = b"".join(packed)
+            try:
+                if publishes:
+                    arena.publish_all(ids, new, keys, length, sums)
+                else:
+                    arena.begin_writes(ids, new)
+                ended.append(raw_headers(arena))
+            except (IndexError, ValueError, StaleSlotError) as error:
+                ended.append(type(error))
+    at_once, one_by_one = ended
+    if isinstance(one_by_one, type):
+        assert isinstance(at_once, type)
+    else:
+        assert at_once == one_by_one
+
+
 def test_a_slot_that_is_written_again_while_its_header_is_read_is_refused(
     arena: Arena, view: ArenaView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
