@@ -168,6 +168,9 @@ class ToyRunner:
             self.launch(partial(self._zero, np.asarray(step.new_block_ids_to_zero)))
         if step.kv_cache_block_copies:
             sources, targets = zip(*step.kv_cache_block_copies, strict=True)
+            assert len({*sources, *targets}) == len({*sources}) + len(targets), (
+                f"copies overwrite blocks that others need: {step.kv_cache_block_copies}"
+            )
             self.launch(partial(self._copy_blocks, list(sources), list(targets)))
 
     def _zero(self, blocks: NDArray[np.int64]) -> None:
@@ -175,7 +178,8 @@ class ToyRunner:
             cache[blocks] = 0
 
     def _copy_blocks(self, sources: list[int], targets: list[int]) -> None:
-        """As in vLLM, all blocks are read before any is written."""
+        """As in vLLM, all blocks of a layer are read before any is written. Layers that share
+        memory are copied one after the other."""
         for cache in self._layers:
             cache[targets] = cache[sources]
 

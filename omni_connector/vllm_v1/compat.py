@@ -157,6 +157,13 @@ def boundary_states(step: "SchedulerOutput") -> Mapping[str, Sequence[tuple[int,
     return {} if told is None else told.boundary_state_offloads
 
 
+def copied_blocks(step: "SchedulerOutput") -> list[int]:
+    """The blocks between which vLLM itself copies before the forward pass of a step: sources and
+    targets, as often as they occur there."""
+    copies = getattr(step, "kv_cache_block_copies", None) or ()
+    return [block_id for copy in copies for block_id in copy]
+
+
 def copy_blocks(step: "SchedulerOutput", pairs: Iterable[tuple[int, int]]) -> None:
     """Have the workers copy the first block of each pair to the second, before the forward pass of
     a step that is not sent yet. They do so for vLLM's own prefix cache, where a request goes on

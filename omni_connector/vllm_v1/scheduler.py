@@ -7,7 +7,8 @@ needs no work: `CopyLedger` holds the blocks that are being copied, whatever hap
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -46,6 +47,7 @@ from omni_connector.runtime.trace import now
 from omni_connector.vllm_v1.compat import (
     boundary_states,
     cache_hit_source,
+    copied_blocks,
     copy_blocks,
     hash_block_size,
     take_worker_stats,
@@ -582,9 +584,10 @@ class OmniScheduler:
         if self._shared is not None:
             self._shared.build(meta)
             if known:  # else nobody may have what is computed
-                self._shared.saves.build(meta, scheduled, self._blocks_of)
-                if states := boundary_states(scheduler_output):
-                    self._shared.keep_boundaries(meta, states, self._blocks_of)
+                with self._held(copied_blocks(scheduler_output)):
+                    self._shared.saves.build(meta, scheduled, self._blocks_of)
+                    if states := boundary_states(scheduler_output):
+                        self._shared.keep_boundaries(meta, states, self._blocks_of)
         if self._ledger.block_copies:
             copy_blocks(scheduler_output, self._ledger.block_copies)
             self._ledger.block_copies = []
@@ -594,6 +597,22 @@ class OmniScheduler:
             self._trace.begin_each(scheduled, "prefill", after="queued")
             self._trace.begin_each(scheduled, "decode", after="scheduling")
         return meta
+
+    @contextmanager
+    def _held(self, block_ids: Sequence[int]) -> Iterator[None]:
+        """Keep blocks that vLLM copies in this step from being targets of our own copies.
+
+        vLLM has let go of them, and makes its copies and ours together. Where layers lie in one
+        tensor, it goes through that tensor's views one after the other: a block that is a target
+        and a source has been overwritten in part when it is read.
+        """
+        pool = self._manager.block_pool
+        blocks = [pool.blocks[each] for each in block_ids]
+        pool.touch(blocks)
+        try:
+            yield
+        finally:
+            pool.free_blocks(blocks)
 
     def update_output(self, output: "KVConnectorOutput") -> None:
         """Take the workers' reports."""

@@ -168,6 +168,22 @@ def test_with_a_match_unit_vllm_goes_on_with_its_own_states_too(place, engine, o
     assert_clean(first, second)
 
 
+def test_a_state_is_copied_to_no_block_that_vllm_copies_in_that_step(engine):
+    """vLLM has let go of these blocks, and where few are free, a copy is made to one of them."""
+    place = Place(engine, {"share": True}, "tokens_from_host")
+    alone, question = engine(family="state and full"), prompt(UNIT + 1)
+    right = alone.generate(question, 2).tokens
+    for usable_blocks in range(6, 12):
+        each = place(family="state and full", match_unit=UNIT, usable_blocks=usable_blocks)
+        asked = []
+        for _ in range(12):
+            asked.append(each.submit(question, max_tokens=2))
+            each.step()
+        each.run(lambda each=each, asked=asked: each.done(*asked))
+        assert [each.answers[one].tokens for one in asked] == [right] * len(asked)
+        assert_clean(each)
+
+
 @each_family
 def test_each_turn_of_a_conversation_goes_on_there(place, engine, family):
     """A loaded tail is the request's own block: it is filled, shared and read as any other."""

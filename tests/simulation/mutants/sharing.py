@@ -131,6 +131,16 @@ SHARING: Final = (
         ),
     ),
     mutant(
+        "copies overwrite what vLLM copies",
+        "a state is copied to a block that vLLM copies in the same step",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "        pool.touch(blocks)\n        try:\n            yield\n        finally:\n"
+            "            pool.free_blocks(blocks)\n",
+            "        yield\n",
+        ),
+    ),
+    mutant(
         "the state at a boundary is the request's own",
         "where vLLM keeps the state of a whole unit, the state of a later token is kept",
         (
