@@ -75,6 +75,7 @@ _CHUNKED: Final = {"window": "chunk", "window and full": "chunk and full"}
 _RECUT_OFTEN: Final = 0.4
 
 _MATCHED_OFTEN: Final = 0.25
+_CROWDED_OFTEN: Final = 0.3
 
 
 def featured(plan: Plan, draw: random.Random) -> Plan:
@@ -177,7 +178,29 @@ def matched_within_blocks(plan: Plan, draw: random.Random) -> Plan:
         replace(each, match_unit=each.block_size // (part if alike else draw.choice((1, 2, 4))))
         for each in plan.engines
     )
-    return replace(plan, engines=engines)
+    plan = replace(plan, engines=engines)
+    return _crowded(plan, draw) if draw.random() < _CROWDED_OFTEN else plan
+
+
+def _crowded(plan: Plan, draw: random.Random) -> Plan:
+    """Many requests whose prompts end within blocks, at engines with few blocks."""
+    engines = tuple(
+        replace(
+            each,
+            blocks=blocks_of(each.family, each.block_size, draw.choice((0, 1, 2))),
+            seqs=8,
+            step_s=0.0,
+        )
+        for each in plan.engines
+    )
+    events = []
+    for event in plan.events:
+        how = event.how
+        if event.what == "hand_off":
+            family, _ = how["prompt"]
+            how = how | {"times": 4, "prompt": (family, draw.choice((5, 13, 20)))}
+        events.append(replace(event, how=how))
+    return replace(plan, engines=engines, events=tuple(events))
 
 
 def replayed(plan: Plan, draw: random.Random) -> Plan:

@@ -25,6 +25,15 @@ FEATURES: Final = (
         ),
     ),
     mutant(
+        "no room for copies of blocks",
+        "requests whose KV ends within blocks need more blocks to go on than their loads left",
+        (
+            "omni_connector.vllm_v1.load_room",
+            "            if group.is_cached and end % group.block_size and self._within_blocks:",
+            "            if False:",
+        ),
+    ),
+    mutant(
         "a ring is copied while it is written",
         "the block of a ring is copied with the step that fills the first block of the prompt",
         (
