@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.arena.arena import Arena
+from omni_connector.arena.arena import Arena, ArenaView
 from omni_connector.arena.format import EPOCH_BYTES, ArenaGeometry, PublishedSlots, SlotHeader
 from omni_connector.arena.pinning import Pins
 from omni_connector.errors import ProtocolError, TransportError
@@ -274,6 +274,38 @@ class Service(ABC):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+class ArenaInPlace(RemoteArena):
+    """An arena that is mapped by this process, and read in place.
+
+    Args:
+        view: of the arena.
+    """
+
+    _view: Arena | ArenaView
+
+    def __init__(self, endpoint: Endpoint, view: Arena | ArenaView) -> None:
+        self.endpoint = endpoint
+        self._view = view
+
+    @property
+    def slots(self) -> NDArray[np.uint8]:
+        return self._view.slots
+
+    def verify(self, slot: int, generation: int) -> SlotHeader:
+        try:
+            return self._view.verify(slot, generation)
+        except IndexError as error:
+            raise ProtocolError(f"{self.endpoint.address}: {error}") from error
+
+    def verify_all(
+        self, slots: NDArray[np.int64], generations: NDArray[np.int64]
+    ) -> PublishedSlots:
+        try:
+            return self._view.verify_all(slots, generations)
+        except IndexError as error:
+            raise ProtocolError(f"{self.endpoint.address}: {error}") from error
 
 
 class ArenaTransport(Service):

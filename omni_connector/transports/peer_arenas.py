@@ -19,17 +19,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from omni_connector.arena.arena import Arena
-from omni_connector.arena.format import PublishedSlots, SlotHeader
 from omni_connector.arena.pinning import Pins
-from omni_connector.errors import OmniError, PeerUnreachableError, ProtocolError
+from omni_connector.errors import OmniError, PeerUnreachableError
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.trace import now
 from omni_connector.runtime.turns import WATCH_S, Watch
 from omni_connector.transports import ArenaTransport, Endpoint, RemoteArena
+from omni_connector.transports.base import ArenaInPlace
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.reading import PeerThreads
 
@@ -44,34 +40,12 @@ NOTICE_S: Final = 5.0
 looks once a second who has gone."""
 
 
-class OwnArena(RemoteArena):
-    """The arena of this rank itself, read in place; its owner closes it."""
-
-    def __init__(self, endpoint: Endpoint, arena: Arena) -> None:
-        self.endpoint = endpoint
-        self._arena = arena
-
-    @property
-    def slots(self) -> NDArray[np.uint8]:
-        return self._arena.slots
+class OwnArena(ArenaInPlace):
+    """The arena of this rank itself; its owner closes it."""
 
     @property
     def alive(self) -> bool:
-        return not self._arena.closed
-
-    def verify(self, slot: int, generation: int) -> SlotHeader:
-        try:
-            return self._arena.verify(slot, generation)
-        except IndexError as error:
-            raise ProtocolError(f"the own arena: {error}") from error
-
-    def verify_all(
-        self, slots: NDArray[np.int64], generations: NDArray[np.int64]
-    ) -> PublishedSlots:
-        try:
-            return self._arena.verify_all(slots, generations)
-        except IndexError as error:
-            raise ProtocolError(f"the own arena: {error}") from error
+        return not self._view.closed
 
     def close(self) -> None:
         """It stays open."""

@@ -16,17 +16,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena, ArenaView
-from omni_connector.arena.format import PublishedSlots, SlotHeader
 from omni_connector.arena.pinning import Pins
 from omni_connector.errors import (
     IncompatiblePeerError,
     PeerRefusedError,
     PeerUnreachableError,
-    ProtocolError,
     TransportError,
 )
 from omni_connector.net import runtime
@@ -34,7 +30,7 @@ from omni_connector.net.descriptors import reason
 from omni_connector.net.forks import forget_in_child
 from omni_connector.net.packets import PACKAGE, PROTOCOL, Refusal, require_protocol
 from omni_connector.net.unix import Connection, Listener
-from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
+from omni_connector.transports.base import ArenaInPlace, ArenaTransport, Endpoint, RemoteArena
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -311,17 +307,14 @@ def map_arena(connection: Connection, endpoint: Endpoint, deadline: float) -> Ar
         os.close(descriptor)
 
 
-class MappedArena(RemoteArena):
+class MappedArena(ArenaInPlace):
     """A peer's arena, mapped. It stays readable after its owner's end, until it is closed."""
 
-    def __init__(self, endpoint: Endpoint, view: ArenaView, connection: Connection) -> None:
-        self.endpoint = endpoint
-        self._view = view
-        self._connection = connection
+    _view: ArenaView
 
-    @property
-    def slots(self) -> NDArray[np.uint8]:
-        return self._view.slots
+    def __init__(self, endpoint: Endpoint, view: ArenaView, connection: Connection) -> None:
+        super().__init__(endpoint, view)
+        self._connection = connection
 
     def descriptor(self) -> int:
         return self._view.descriptor()
@@ -332,20 +325,6 @@ class MappedArena(RemoteArena):
     @property
     def alive(self) -> bool:
         return self._connection.alive
-
-    def verify(self, slot: int, generation: int) -> SlotHeader:
-        try:
-            return self._view.verify(slot, generation)
-        except IndexError as error:
-            raise ProtocolError(f"{self.endpoint.address}: {error}") from error
-
-    def verify_all(
-        self, slots: NDArray[np.int64], generations: NDArray[np.int64]
-    ) -> PublishedSlots:
-        try:
-            return self._view.verify_all(slots, generations)
-        except IndexError as error:
-            raise ProtocolError(f"{self.endpoint.address}: {error}") from error
 
     def close(self) -> None:
         self._connection.close()

@@ -13,15 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena, ArenaView
-from omni_connector.arena.format import PublishedSlots, SlotHeader
 from omni_connector.arena.pinning import Pins
-from omni_connector.errors import PeerUnreachableError, ProtocolError
+from omni_connector.errors import PeerUnreachableError, TransportError
 from omni_connector.net.orders import Orders
 from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.net.status import StatusFile
 from omni_connector.prefix.attaching import Arenas, AskAttached, Attached
 from omni_connector.stores.block_store import BlockStore
-from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
+from omni_connector.transports.base import ArenaInPlace, ArenaTransport, Endpoint, RemoteArena
 from tests.simulation.surroundings.neighbours import Neighbourhood
 from tests.simulation.surroundings.world import Violation, World
 
@@ -166,24 +165,27 @@ class WatchedPins:
         self._world.violation = self._world.violation or Violation(kind, what)
 
 
-class View(RemoteArena):
+class View(ArenaInPlace):
     """An arena of a peer."""
+
+    _view: ArenaView
 
     def __init__(
         self, host: Host, reader: str, endpoint: Endpoint, view: ArenaView, descriptor: int
     ) -> None:
-        self.endpoint = endpoint
+        super().__init__(endpoint, view)
         self.epoch = endpoint.epoch
         self.fd = descriptor
         self._host = host
         self._reader = reader
-        self._view = view
         self._pins: WatchedPins | None = None
         host.views.setdefault(reader, []).append(self)
 
     @property
     def slots(self) -> NDArray[np.uint8]:
-        return self._view.slots if self._host.mapped else super().slots
+        if not self._host.mapped:
+            raise TransportError("the arena is not mapped")
+        return super().slots
 
     def descriptor(self) -> int:
         return os.dup(self.fd)
@@ -205,20 +207,6 @@ class View(RemoteArena):
     def alive(self) -> bool:
         found = self._host.found(self.endpoint.address)
         return found is not None and found[1].epoch == self.endpoint.epoch
-
-    def verify(self, slot: int, generation: int) -> SlotHeader:
-        try:
-            return self._view.verify(slot, generation)
-        except IndexError as error:
-            raise ProtocolError(f"{self.endpoint.address}: {error}") from error
-
-    def verify_all(
-        self, slots: NDArray[np.int64], generations: NDArray[np.int64]
-    ) -> PublishedSlots:
-        try:
-            return self._view.verify_all(slots, generations)
-        except IndexError as error:
-            raise ProtocolError(f"{self.endpoint.address}: {error}") from error
 
     def read_into(self, slot_ids: Sequence[int], dst: NDArray[np.uint8]) -> None:
         host = self._host
