@@ -12,7 +12,7 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from importlib.util import find_spec
@@ -409,6 +409,9 @@ def _try_store(settings: FileStoreSettings, key: str) -> None:
         store.close()
 
 
+_LONGEST_NAME: Final = "vLLM's settings"
+"""Name of the check of the whole `--kv-transfer-config`; no other check has a longer one."""
+
 CHECKS: Final[tuple[tuple[str, Callable[[], str]], ...]] = (
     ("system", _python),
     ("vLLM", _vllm),
@@ -431,24 +434,28 @@ CHECKS_OF_SETTINGS: Final[tuple[tuple[str, Callable[[OmniConfig], str]], ...]] =
 """Name and function of each check of the settings."""
 
 
-def examine(given: Any = None) -> list[Finding]:
-    """Run all checks.
+def examine(given: Any = None) -> Iterator[Finding]:
+    """Run all checks, one after the other.
 
     Args:
         given: `kv_connector_extra_config`. The environment variables are read too.
+
+    Yields:
+        What each check has found, when it has ended.
     """
-    findings = [_find(what, check) for what, check in CHECKS]
+    for what, check in CHECKS:
+        yield _find(what, check)
     try:
         config = OmniConfig.load(given)
     except ConfigError as error:
-        return [*findings, Finding("settings", False, str(error))]
+        yield Finding("settings", False, str(error))
+        return
     told: set[str] = set()
-    for what, check in CHECKS_OF_SETTINGS:
-        found = _find(what, partial(check, config))
+    for name, check_of_settings in CHECKS_OF_SETTINGS:
+        found = _find(name, partial(check_of_settings, config))
         if found.ok or found.text not in told:  # report an error of two checks once
-            findings.append(found)
+            yield found
             told.add(found.text)
-    return findings
 
 
 def _find(what: str, check: Callable[[], str]) -> Finding:
@@ -494,7 +501,7 @@ class _Transfer(msgspec.Struct):
 
 
 def doctor(config: str | None = None) -> int:
-    """Print the findings; return 0 if all checks passed, else 1.
+    """Print what each check finds, when it has ended; return 0 if all passed, else 1.
 
     Args:
         config: see `extra_config`; None for no settings but the environment's.
@@ -502,24 +509,32 @@ def doctor(config: str | None = None) -> int:
     Raises:
         ConfigError: as `extra_config`.
     """
-    findings = examine(None if config is None else extra_config(config))
+    passed = True
+    for finding in _all(config):
+        _show(finding)
+        passed = passed and finding.ok
+    return 0 if passed else 1
+
+
+def _all(config: str | None) -> Iterator[Finding]:
+    yield from examine(None if config is None else extra_config(config))
     if config is not None and is_transfer_config(config):
-        findings.append(_find("vLLM's settings", partial(_transfer_config, config)))
-    _show(findings)
-    return 0 if all(finding.ok for finding in findings) else 1
+        yield _find(_LONGEST_NAME, partial(_transfer_config, config))
 
 
-def _show(findings: list[Finding]) -> None:
+def _show(finding: Finding) -> None:
     if find_spec("rich") is None:  # vLLM installs it; the doctor must work without vLLM
-        for finding in findings:
-            print(f"{'ok' if finding.ok else 'WRONG':5}  {finding.what}: {finding.text}")
+        print(f"{'ok' if finding.ok else 'WRONG':5}  {finding.what}: {finding.text}", flush=True)
         return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(show_header=False)
-    for finding in findings:
-        mark = Text("ok", "green") if finding.ok else Text("WRONG", "bold red")
-        table.add_row(mark, Text(finding.what), Text(finding.text, overflow="fold"))
-    Console().print(table)
+    # Each finding is a row of its own, as wide as all others.
+    row = Table.grid(padding=(0, 2))
+    row.add_column(width=len("WRONG"))
+    row.add_column(width=len(_LONGEST_NAME))
+    row.add_column(overflow="fold")
+    mark = Text("ok", "green") if finding.ok else Text("WRONG", "bold red")
+    row.add_row(mark, Text(finding.what), Text(finding.text, overflow="fold"))
+    Console().print(row)

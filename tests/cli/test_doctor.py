@@ -58,7 +58,7 @@ def _runtime_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_check_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHECKS", (("a", _broken), ("b", lambda: "fine")))
     monkeypatch.setattr(module, "CHECKS_OF_SETTINGS", (("c", lambda config: "too"),))
-    assert examine() == [
+    assert list(examine()) == [
         Finding("a", False, "it is broken: mend it"),
         Finding("b", True, "fine"),
         Finding("c", True, "too"),
@@ -388,6 +388,31 @@ def test_the_exit_status_says_whether_all_is_in_order(
     out = capsys.readouterr().out
     assert "WRONG" in out
     assert "full [today]" in out
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_each_finding_is_printed_when_its_check_has_ended(
+    rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed: list[str] = []
+
+    def check() -> str:
+        printed.append(capsys.readouterr().out)
+        return f"found {len(printed)}"
+
+    monkeypatch.setattr(module, "CHECKS", (("a", check), ("b", check)))
+    monkeypatch.setattr(module, "CHECKS_OF_SETTINGS", (("c", lambda config: check()),))
+    if not rich:
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert doctor() == 0
+    assert not printed[0]
+    assert "found 1" in printed[1]
+    assert "found 2" in printed[2]
+
+
+@pytest.mark.parametrize("what", [what for what, _ in (*module.CHECKS, *module.CHECKS_OF_SETTINGS)])
+def test_no_name_is_longer_than_its_column(what: str) -> None:
+    assert len(what) <= len(module._LONGEST_NAME)
 
 
 def test_it_tries_the_folder_of_a_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
