@@ -94,7 +94,6 @@ def run(host: Host, requests: int, seconds: float) -> tuple[soak.Report, list[st
     for number in range(len(host.weights)):
         with host.engine(weights=number) as engine:
             expected.append(soak.references(engine, prompts))
-    memory = soak.unmapped()
     left: list[str] = []
     pair = [host.sharer() for _ in range(2)]
     try:
@@ -130,7 +129,7 @@ def run(host: Host, requests: int, seconds: float) -> tuple[soak.Report, list[st
             engine.stop()
     soak.sweep(host.runtime)  # by default vLLM kills its engine core and workers
     left += soak.files(host.runtime)
-    left += map(str, soak.unmapped() - memory)
+    left += [str(path) for path in report.memory if path.exists()]
     return report, left
 
 

@@ -101,6 +101,8 @@ class Report:
         usage: by engine and process, what `/proc` says at each look: bytes of resident memory of
             its own (`own`) and of `shared` memory, such as arenas; open `files`; `threads`.
         counts: what the two engines have counted, by metric.
+        memory: files in /dev/shm that any of the engines has used, whether they are there still or
+            not.
     """
 
     answered: Counter[str] = field(default_factory=Counter)
@@ -110,6 +112,7 @@ class Report:
     changes: Counter[str] = field(default_factory=Counter)
     usage: dict[str, _Series] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
+    memory: set[Path] = field(default_factory=set)
 
     def growth(self, kind: str) -> dict[str, float]:
         """By process, the median of the last quarter less that of the second."""
@@ -390,6 +393,10 @@ class Soak:
             for number, member in enumerate(self._members):
                 for process in member.engine.processes():
                     self._look(f"engine {number}", process)
+            third = self._third
+            for member in self._members if third is None else (*self._members, third):
+                for process in member.engine.processes():
+                    self.report.memory |= shared_memory(process)
 
     def _look(self, engine: str, process: Path) -> None:
         name = f"{engine}: {(process / 'comm').read_text().strip()} {process.name}"
@@ -408,17 +415,19 @@ def held(engine: Engine) -> dict[str, float]:
     return {gauge: value for gauge, value in engine.metrics(*_GAUGES).items() if value}
 
 
-def unmapped(folder: Path = Path("/dev/shm")) -> set[Path]:
-    """Files of shared memory that no process maps or holds open: what somebody has left there."""
-    used = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            used |= {line.split(maxsplit=5)[-1] for line in (process / "maps").open()}
-            used |= {str(fd.readlink()) for fd in (process / "fd").iterdir()}
-        except OSError:  # it has ended, or is another user's
-            continue
-    used = {path.strip() for path in used}
-    return {path for path in folder.iterdir() if str(path) not in used}
+def shared_memory(process: Path) -> set[Path]:
+    """Files of shared memory that a process maps or holds open.
+
+    Args:
+        process: its folder in /proc.
+    """
+    used: set[Path] = set()
+    with contextlib.suppress(OSError):  # it has ended
+        used |= {Path(line.split(maxsplit=5)[-1].strip()) for line in (process / "maps").open()}
+        for fd in (process / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+                used.add(fd.readlink())
+    return {path for path in used if path.parent == Path("/dev/shm") and path.exists()}
 
 
 def until(condition: Callable[[], object], timeout: float, what: str) -> None:

@@ -52,3 +52,4 @@ def test_every_answer_is_right_and_nothing_is_left(engine_pool: Pool) -> None:
             engine.stop()
     soak.sweep(runtime)
     assert not soak.files(runtime)
+    assert not [path for path in report.memory if path.exists()]
