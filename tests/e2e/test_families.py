@@ -21,8 +21,8 @@ pytestmark = pytest.mark.e2e
 
 PROMPTS = tuple(prompts(128))
 
-CACHED = [family.name for family in FAMILIES if family.caches_prefixes]
-UNCACHED = [family.name for family in FAMILIES if not family.caches_prefixes]
+CACHED = [family for family in FAMILIES if family.caches_prefixes]
+UNCACHED = [family for family in FAMILIES if not family.caches_prefixes]
 NO_PREFIXES = "vLLM itself caches no prefixes of this family on a CPU"
 
 
@@ -56,6 +56,12 @@ def family(request: pytest.FixtureRequest) -> Family:
     """Each family in turn."""
     chosen: Family = request.param
     return chosen
+
+
+def of(families: list[Family]) -> pytest.MarkDecorator:
+    """For tests of some of the families."""
+    recipes = [family.recipe for family in families]
+    return pytest.mark.parametrize("family", families, ids=recipes, indirect=True)
 
 
 @pytest.fixture
@@ -134,11 +140,9 @@ def test_many_hand_offs_at_once(setting: Setting) -> None:
             family.require_alike(answer, setting.reference(prompt))
 
 
-@pytest.mark.supports("prefix held by the decode engine", *CACHED)
-@pytest.mark.supports("prefix held by the decode engine", *UNCACHED, refused=NO_PREFIXES)
+@pytest.mark.supports("prefix held by the decode engine")
+@of(CACHED)
 def test_a_prefix_that_decode_holds_is_not_moved(setting: Setting) -> None:
-    if not setting.family.caches_prefixes:
-        pytest.skip(NO_PREFIXES)
     salt, shared = new_salt(), prefix_length(setting.block)
     prompt = random_prompt(77, shared + 300)
     decode = setting.pair.decode_engine
@@ -153,11 +157,9 @@ def test_a_prefix_that_decode_holds_is_not_moved(setting: Setting) -> None:
     setting.family.require_alike(answer, alone)
 
 
-@pytest.mark.supports("prefix held by the prefill engine", *CACHED)
-@pytest.mark.supports("prefix held by the prefill engine", *UNCACHED, refused=NO_PREFIXES)
+@pytest.mark.supports("prefix held by the prefill engine")
+@of(CACHED)
 def test_a_prefix_that_prefill_holds_is_handed_off_with_the_rest(setting: Setting) -> None:
-    if not setting.family.caches_prefixes:
-        pytest.skip(NO_PREFIXES)
     salt, shared = new_salt(), prefix_length(setting.block)
     prompt = random_prompt(78, shared + 300)
     alone = setting.hand_off(prompt)
@@ -169,6 +171,20 @@ def test_a_prefix_that_prefill_holds_is_handed_off_with_the_rest(setting: Settin
     setting.pair.require_same_kv(prompt)
     setting.family.require_alike(answer, alone)
     setting.pair.decode(prompt[: shared + 5], salt, first)
+
+
+@pytest.mark.supports("prefix held by the decode engine", refused=NO_PREFIXES)
+@pytest.mark.supports("prefix held by the prefill engine", refused=NO_PREFIXES)
+@of(UNCACHED)
+def test_where_vllm_caches_no_prefixes_all_is_computed_and_moved(setting: Setting) -> None:
+    prompt, salt = random_prompt(79, prefix_length(setting.block) + 300), new_salt()
+    decode = setting.pair.decode_engine
+    for _ in range(2):
+        before = setting.pair.count(decode, "tokens_loaded")
+        params = setting.pair.prefill(prompt, salt)
+        assert setting.pair.prefill_probe.read("first")[0].computed == 0
+        setting.pair.decode(prompt, salt, params)
+        assert setting.pair.count(decode, "tokens_loaded") - before == len(prompt) - 1
 
 
 def prefix_length(block: int) -> int:

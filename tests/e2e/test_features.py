@@ -75,6 +75,9 @@ def family(request: pytest.FixtureRequest) -> Family:
     return chosen
 
 
+of_llama = pytest.mark.parametrize("family", [LLAMA], ids=["llama"], indirect=True)
+
+
 @pytest.fixture(scope="session")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Arguments for an engine of Llama with two adapters."""
@@ -146,9 +149,8 @@ def test_preempted_decodes_answer_right(features: Features) -> None:
 
 
 @pytest.mark.supports("preemption on the prefill engine", "Llama")
+@of_llama  # the prefill of a hybrid ends with its first token; see tests/vllm_v1
 def test_preempted_prefills_are_handed_off_right(features: Features) -> None:
-    if features.family is not LLAMA:
-        pytest.skip("the prefill of a hybrid ends with its first token; see tests/vllm_v1")
     prompts = [random_prompt(20 + seed, 381) for seed in range(7)]
     prefill = features.pair.prefill_engine
     salts = [new_salt() for _ in prompts]
@@ -167,10 +169,9 @@ def test_preempted_prefills_are_handed_off_right(features: Features) -> None:
 
 
 @pytest.mark.supports("LoRA", "Llama")
+@of_llama  # whose pair alone has adapters
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_a_hand_off_under_an_adapter(features: Features, adapter: str) -> None:
-    if features.family is not LLAMA:
-        pytest.skip("its pair has no adapters")
     prompt = random_prompt(40, 300)
     received = features.received()
     answer = features.handed_off(prompt, model=adapter)
@@ -181,14 +182,13 @@ def test_a_hand_off_under_an_adapter(features: Features, adapter: str) -> None:
 
 
 @pytest.mark.supports("LoRA", "Llama")
+@of_llama  # whose pair alone has adapters
 @pytest.mark.parametrize(
     ("theirs", "ours"), [("first", "second"), ("first", None), (None, "first")]
 )
 def test_a_hand_off_of_another_adapter_is_refused(
     features: Features, theirs: str | None, ours: str | None
 ) -> None:
-    if features.family is not LLAMA:
-        pytest.skip("its pair has no adapters")
     prompt, decode = random_prompt(41, 300), features.pair.decode_engine
     refused, received = features.failures(decode, "other_prompt"), features.received()
     mine, salt = ({"model": ours} if ours else {}), new_salt()
