@@ -124,7 +124,7 @@ class ArenaSizing:
                 available=max(unclaimed - self.reserved, unclaimed // 2),
                 slot_bytes=slot_bytes,
                 cache_blocks=-(-self.cache_blocks // stripes),
-                prompt_blocks=-(-self.prompt_blocks(groups) // stripes),
+                prompt_blocks=_with_sums(-(-self.prompt_blocks(groups) // stripes)),
                 sharers=self.sharers,
             )
         if size.slots < 1:
@@ -177,3 +177,8 @@ class ArenaSizing:
     def prompt_blocks(self, groups: tuple[GroupShape, ...]) -> int:
         """Slots that the longest prompt needs."""
         return sum(len(group.needed(self.max_tokens)) for group in groups)
+
+
+def _with_sums(slots: int) -> int:
+    """Slots of an arena that has so many for blocks, and sums of their parts; see `part_sums`."""
+    return slots + 1 + slots // 64

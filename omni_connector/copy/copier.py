@@ -4,16 +4,32 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from omni_connector.arena.part_sums import SumTable
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.convert import PageRun
 
 _OF_NOTHING: Final = xxhash.xxh3_64_intdigest(b"")
+
+
+class SumRows(NamedTuple):
+    """Where a save writes the sums of checksums at the inner ends of parts; see `kv.parts`.
+
+    Attributes:
+        table: has a row for each of the slots of the copy's `slots` that may hold blocks.
+        generations: int64 `(n,)`, of the slots that are written.
+        place: None if all bytes of the slots are copied. Otherwise the last byte that is copied is
+            at the end of a part, and this is the part's number.
+    """
+
+    table: SumTable
+    generations: NDArray[np.int64]
+    place: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +49,8 @@ class BlockCopy:
         states: of `BlockCopier.begin` `(n, ...)`, if these are not all bytes of the slots: the copy
             goes on with their checksums, and returns the checksums of slots that it completes.
         fence: what `BlockCopier.fence` returned; the copy waits for it.
+        sums: where a save with checksums writes the sums at the ends of parts. A copier that makes
+            none leaves the rows alone.
     """
 
     group: int
@@ -42,6 +60,7 @@ class BlockCopy:
     checksum: bool
     fence: object = None
     states: NDArray[np.uint64] | None = None
+    sums: SumRows | None = None
 
 
 class BlockCopier(ABC):
@@ -55,9 +74,11 @@ class BlockCopier(ABC):
     Attributes:
         speed: about how many times as many bytes it copies in a second as one core of the host. As
             many more are copied at once, so that what jobs cost beside the copies stays small.
+        makes_part_sums: whether it may write to `BlockCopy.sums`.
     """
 
     speed: int = 1
+    makes_part_sums: bool = False
 
     def __init__(self, layout: SlotLayout) -> None:
         self._layout = layout
@@ -112,7 +133,11 @@ class BlockCopier(ABC):
         return sums
 
     def load_pages(
-        self, copy: BlockCopy, runs: Sequence[PageRun], length: int
+        self,
+        copy: BlockCopy,
+        runs: Sequence[PageRun],
+        length: int,
+        hashed: tuple[int, int] | None = None,
     ) -> NDArray[np.uint64] | None:
         """Copy some pages of a peer's slots, which hold other layers than ours, to blocks.
 
@@ -121,10 +146,14 @@ class BlockCopier(ABC):
         Args:
             copy: as for `load`, with slots of the peer's layout.
             runs: the pages, in the order of the peer's slots.
-            length: bytes of each slot, which are hashed, those of other pages too.
+            length: bytes of each slot.
+            hashed: from which byte to which they are hashed, those of other pages too; None: all
+                bytes. If they are not, `copy.states` are those before the first of these bytes,
+                and then those behind the last.
 
         Returns:
-            As `load`; None if this copier does not copy single pages. Then nothing was copied.
+            As `load`; None if this copier does not copy single pages, or does not hash some bytes.
+            Then nothing was copied.
 
         Raises:
             ValueError: slots or blocks that have no such pages; nothing was copied.

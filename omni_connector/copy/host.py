@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of a KV cache that lies in the host's memory."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from omni_connector.copy.host_rows import SHARED_BYTES, Sharing, begin_hashing, 
 from omni_connector.copy.native import (
     ALIGNMENT,
     LEAST_HASHED,
+    KeptSums,
+    RowEnds,
     Rows,
     begin,
     checksums,
@@ -22,6 +25,7 @@ from omni_connector.copy.native import (
 )
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.kv.convert import PageRun
+from omni_connector.kv.parts import inner_ends
 from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of, split
 
 _HASHED_BYTES = 512 * 1024
@@ -29,6 +33,9 @@ _HASHED_BYTES = 512 * 1024
 
 _COPIED_BYTES = 4 * 1024 * 1024
 """Bytes copied between two looks at whether the copy is still wanted."""
+
+_MOST_ROWS = 256
+"""Most pages of peers of which the rows are remembered. It bounds memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,9 @@ class _GroupParts:
     Args:
         rows: its content, as machine code copies it.
         pages: its pages, in slot order.
+        parts: the same rows, cut at the inner ends of parts; see `kv.parts`.
+        ends: those of these rows that are the last before such an end.
+        last: the last of `rows`.
         whole: its segments, in slot order.
         hashed: the same cut so small that they are hashed while they are still in the cache.
         padding: what the group reserves beside its content, `(num_blocks, ...)` each.
@@ -80,6 +90,9 @@ class _GroupParts:
 
     rows: Rows
     pages: list[_Part]
+    parts: Rows
+    ends: RowEnds
+    last: RowEnds
     whole: list[_Part]
     hashed: list[_Part]
     padding: list[NDArray[np.uint8]]
@@ -95,9 +108,15 @@ class _GroupParts:
             for segment in content
             for start in segment.row_starts
         ]
+        whole = Rows.of(rows, canonical.num_blocks)
+        cuts = inner_ends([page.nbytes for page in pages])
+        parts = whole.between(0, whole.nbytes, cuts) if cuts else whole
         return cls(
-            Rows.of(rows, canonical.num_blocks),
+            whole,
             [_Part.of(canonical, page) for page in pages],
+            parts,
+            RowEnds(np.isin(parts.offsets + parts.lengths, cuts).astype(np.uint8)),
+            RowEnds((np.arange(len(rows)) == len(rows) - 1).astype(np.uint8)),
             [_Part.of(canonical, segment) for segment in content],
             [_Part.of(canonical, segment) for segment in cut],
             [_Part.of(canonical, segment).blocks for segment in padding_of(pages)],
@@ -116,6 +135,7 @@ class CpuCopier(BlockCopier):
         shared_bytes: fewest bytes that a thread copies of a shared copy.
     """
 
+    makes_part_sums = True
     shared_bytes = SHARED_BYTES
 
     def __init__(
@@ -126,6 +146,10 @@ class CpuCopier(BlockCopier):
         self._groups = [
             _GroupParts.of(canonical, group) for group in range(len(layout.group_bytes))
         ]
+        # Each load from a peer of other layers asks for the same few.
+        self._rows_of = functools.lru_cache(_MOST_ROWS)(
+            lambda group, first, end: self._groups[group].rows.between(first, end)
+        )
 
     def fence(self) -> None:
         return None
@@ -146,14 +170,30 @@ class CpuCopier(BlockCopier):
         return begin_hashing([each.nbytes for each in rows], slots, count)
 
     def load_pages(
-        self, copy: BlockCopy, runs: Sequence[PageRun], length: int
+        self,
+        copy: BlockCopy,
+        runs: Sequence[PageRun],
+        length: int,
+        hashed: tuple[int, int] | None = None,
     ) -> NDArray[np.uint64] | None:
-        self._check_runs(copy, runs, length)
-        if padding := self._groups[copy.group].padding:
+        hashed = (0, length) if hashed is None else hashed
+        self._check_runs(copy, runs, length, hashed)
+        group = self._groups[copy.group]
+        rows = [self._rows_of(copy.group, run.first, run.end) for run in runs]
+        edges = [*hashed, length, *(run.at for run in runs)]
+        by_native = self._is_for_native(rows, edges if copy.checksum else ())
+        if copy.states is not None and not by_native:
+            return None
+        if group.padding:
             for block, _, count in consecutive(copy.block_ids, copy.block_ids, length):
-                _zero(padding, block, count)
-        nbytes = len(copy.block_ids) * sum(run.nbytes for run in runs)
-        return self._shared(copy, nbytes, lambda part: self._load_pages(part, runs, length))
+                _zero(group.padding, block, count)
+
+        def load(part: BlockCopy) -> NDArray[np.uint64]:
+            if by_native:
+                return self._load_pages(part, runs, rows, length, hashed)
+            return self._load_pages_by_numpy(part, runs, length)
+
+        return self._shared(copy, len(copy.block_ids) * sum(run.nbytes for run in runs), load)
 
     def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
         for block, _, count in consecutive(block_ids, block_ids, len(block_ids)):
@@ -161,24 +201,30 @@ class CpuCopier(BlockCopier):
 
     def close(self) -> None:
         self._groups = []
+        self._rows_of.cache_clear()
 
     def _copy(
         self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
     ) -> NDArray[np.uint64] | None:
         native = native_copy()
         group = self._groups[copy.group]
+        count = len(copy.block_ids)
+        size = self._layout.group_bytes[copy.group]
         rows = group.rows
+        stored = copy.slots
+        if copy.sums is not None:
+            stored = copy.slots[: copy.sums.table.num_slots]
+            if copy.sums.place is None:
+                rows = group.parts
         blocks = rows.blocks(copy.block_ids)
-        slots = rows.slots(copy.slots, copy.slot_ids)
+        slots = rows.slots(stored, copy.slot_ids)
         targets = slots if saving else blocks
         sources = blocks if saving else slots
-        count = len(targets)
-        size = self._layout.group_bytes[copy.group]
         if (
             native is None
             or not rows.whole
             or (copy.checksum and copy.states is None and rows.nbytes < LEAST_HASHED)
-            or (targets % ALIGNMENT).any()
+            or np.bitwise_or.reduce(targets, axis=None) % ALIGNMENT
         ):
             if copy.states is not None:
                 raise ValueError("states of checksums, for slots that `begin` was not told of")
@@ -186,7 +232,10 @@ class CpuCopier(BlockCopier):
                 copy, count * size, lambda part: self._copy_by_numpy(part, saving, cancelled)
             )
         states = begin(count, rows.nbytes) if copy.states is None else copy.states
-        run = native.copying(targets, sources, rows.lengths, states, checksum=copy.checksum)
+        kept = _kept_sums(copy, group)
+        run = native.copying(
+            targets, sources, rows.lengths, states, checksum=copy.checksum, kept=kept
+        )
         step = max(1, count if cancelled is None else _COPIED_BYTES // size)
         given_up: list[int] = []
 
@@ -228,37 +277,49 @@ class CpuCopier(BlockCopier):
         in_parts(self._helpers, len(copy.block_ids), nbytes, copy_part, self.shared_bytes)
         return None if given_up else np.concatenate([sums[first] for first in sorted(sums)])
 
-    def _check_runs(self, copy: BlockCopy, runs: Sequence[PageRun], length: int) -> None:
+    def _check_runs(
+        self, copy: BlockCopy, runs: Sequence[PageRun], length: int, hashed: tuple[int, int]
+    ) -> None:
         check_slots(copy, length)
-        done = 0
+        done, end = hashed
         size = self._layout.group_bytes[copy.group]
+        if not 0 <= done <= end <= length or (hashed != (0, length) and copy.states is None):
+            raise ValueError(f"bytes {hashed} are hashed, in a slot of {length} bytes")
         for run in runs:
-            if not (done <= run.at <= length - run.nbytes and 0 <= run.first < run.end <= size):
+            if not (done <= run.at <= end - run.nbytes and 0 <= run.first < run.end <= size):
                 raise ValueError(f"{run}, in a slot of {length} bytes and a block of {size}")
             done = run.at + run.nbytes
 
+    def _is_for_native(self, rows: Sequence[Rows], hashed: Sequence[int]) -> bool:
+        """Whether machine code copies these rows, and hashes between these bytes of a slot."""
+        return (
+            native_copy() is not None
+            and all(each.whole for each in rows)
+            and not any((each.starts % ALIGNMENT).any() for each in rows)
+            and not any((each.strides % ALIGNMENT).any() for each in rows)
+            and not any(edge % ALIGNMENT for edge in hashed)
+            and max(hashed, default=LEAST_HASHED) >= LEAST_HASHED
+        )
+
     def _load_pages(
-        self, copy: BlockCopy, runs: Sequence[PageRun], length: int
+        self,
+        copy: BlockCopy,
+        runs: Sequence[PageRun],
+        rows: Sequence[Rows],
+        length: int,
+        hashed: tuple[int, int],
     ) -> NDArray[np.uint64]:
-        group, native = self._groups[copy.group], native_copy()
-        rows = [group.rows.between(run.first, run.end) for run in runs]
-        targets = [each.blocks(copy.block_ids) for each in rows]
-        starts = [*(run.at for run in runs), length]
-        if (
-            native is None
-            or not all(each.whole for each in rows)
-            or any((addresses % ALIGNMENT).any() for addresses in targets)
-            or (copy.checksum and (length < LEAST_HASHED or any(at % ALIGNMENT for at in starts)))
-        ):
-            return self._load_pages_by_numpy(copy, runs, length)
-        states = begin(len(copy.block_ids), length)
-        done = 0
-        for run, each, addresses in zip(runs, rows, targets, strict=True):
+        native = native_copy()
+        assert native is not None
+        states = begin(len(copy.block_ids), length) if copy.states is None else copy.states
+        done, end = hashed
+        for run, each in zip(runs, rows, strict=True):
             self._pass_over(copy, done, run.at, states)
             done = run.at + run.nbytes
             sources = each.slots(copy.slots[:, run.at : done], copy.slot_ids)
-            native(addresses, sources, each.lengths, states, checksum=copy.checksum)
-        self._pass_over(copy, done, length, states)
+            targets = each.blocks(copy.block_ids)
+            native(targets, sources, each.lengths, states, checksum=copy.checksum)
+        self._pass_over(copy, done, end, states)
         return checksums(states) if copy.checksum else np.zeros(len(states), np.uint64)
 
     def _pass_over(self, copy: BlockCopy, first: int, end: int, states: NDArray[np.uint64]) -> None:
@@ -311,6 +372,18 @@ class CpuCopier(BlockCopier):
             if not saving:
                 _zero(group.padding, block, count)
         return np.array(sums, np.uint64) if sums else np.zeros(len(copy.block_ids), np.uint64)
+
+
+def _kept_sums(copy: BlockCopy, group: _GroupParts) -> KeptSums | None:
+    """Where machine code writes the sums at the ends of parts; None where no part ends."""
+    sums = copy.sums
+    if sums is None or not copy.checksum:
+        return None
+    if sums.place is not None:
+        return KeptSums(sums.table, copy.slot_ids, sums.generations, group.last, sums.place)
+    if not group.ends.count:
+        return None
+    return KeptSums(sums.table, copy.slot_ids, sums.generations, group.ends)
 
 
 def _copy_hashed(

@@ -13,10 +13,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.copy.copier import BlockCopier, BlockCopy
+from omni_connector.copy.copier import BlockCopier, BlockCopy, SumRows
 from omni_connector.copy.threads import UNTIL_NOTIFIED
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.kv.convert import PageRun
+from omni_connector.kv.parts import inner_ends
 from omni_connector.kv.spans import BlockSpans
 from omni_connector.runtime.trace import Trace, now
 
@@ -86,12 +87,15 @@ class LayerRange:
         number: of the group that the copier knows it as.
         first, end: its bytes of the slot.
         layers: the names of the layer; several where others read its cache.
+        part: the number of the part of the slot that ends with it, if it is not the last one; None
+            if no part does. See `kv.parts`.
     """
 
     number: int
     first: int
     end: int
     layers: frozenset[str]
+    part: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,13 @@ class LayerRanges:
     canonical: CanonicalKVCaches
     layout: SlotLayout
     of_groups: tuple[tuple[LayerRange, ...], ...]
+
+    @property
+    def part_ends(self) -> tuple[tuple[int, ...], ...]:
+        """For each real group the inner ends of the parts of its slots; see `kv.parts`."""
+        return tuple(
+            tuple(each.end for each in group if each.part is not None) for group in self.of_groups
+        )
 
     @classmethod
     def of(
@@ -127,11 +138,13 @@ class LayerRanges:
         of_groups = []
         for group_pages, group_addresses in zip(canonical.pages, addresses, strict=True):
             layer_ranges = []
+            ends = inner_ends([page.nbytes for page in group_pages])
             for page in group_pages:
                 at = page.storage + page.start
                 layers = frozenset(name for name, each in group_addresses.items() if each == at)
                 end = page.slot_offset + page.nbytes
-                layer_ranges.append(LayerRange(len(pages), page.slot_offset, end, layers))
+                part = ends.index(end) if end in ends else None
+                layer_ranges.append(LayerRange(len(pages), page.slot_offset, end, layers, part))
                 pages.append((replace(page, slot_offset=0),))
                 sizes.append(page.nbytes)
             of_groups.append(tuple(layer_ranges))
@@ -152,6 +165,8 @@ class LayeredSave:
         blocks: what is copied.
         slots: `(n_slots, slot_bytes)`, writable.
         slot_ids: the slot of each of `blocks.block_ids`, unused for a null block.
+        sums: where the sums at the inner ends of parts are written, too; None where they are not
+            wanted, or there are no checksums.
     """
 
     def __init__(
@@ -163,8 +178,10 @@ class LayeredSave:
         blocks: BlockSpans,
         slots: NDArray[np.uint8],
         slot_ids: NDArray[np.int64],
+        sums: SumRows | None = None,
     ) -> None:
         self._copier = copier
+        self._sum_rows = sums
         self._layer_ranges = layer_ranges.of_groups
         self._forward = forward
         self._block_ids = blocks.block_ids
@@ -233,9 +250,7 @@ class LayeredSave:
         """
         layer_ranges, done = self._layer_ranges[group], self._done[group]
         if not done or any(self._forward.repeated(each.layers) for each in layer_ranges[:done]):
-            ids = self._block_ids[places], self._slots, self._slot_ids[places]
-            whole = BlockCopy(group, *ids, self._checksum, self._forward.fence)
-            return self._copier.save(whole, cancelled=cancelled)
+            return self._save_whole(group, places, cancelled)
         for layer_range in layer_ranges[done:]:
             for batch in self._batches(places, layer_range):
                 if not self._copy(group, layer_range, batch, cancelled):
@@ -245,6 +260,18 @@ class LayeredSave:
             return np.array(sums, np.uint64)
         return self._sums[places]
 
+    def _save_whole(
+        self, group: int, places: NDArray[np.int64], cancelled: Callable[[], bool]
+    ) -> NDArray[np.uint64] | None:
+        """Copy whole slots, whatever was copied of them before."""
+        some = _span(places)
+        sums = self._sum_rows
+        if sums is not None:
+            sums = SumRows(sums.table, sums.generations[some])
+        ids = self._block_ids[some], self._slots, self._slot_ids[some]
+        whole = BlockCopy(group, *ids, self._checksum, self._forward.fence, sums=sums)
+        return self._copier.save(whole, cancelled=cancelled)
+
     def _copy(
         self,
         group: int,
@@ -252,22 +279,28 @@ class LayeredSave:
         places: NDArray[np.int64],
         cancelled: Callable[[], bool],
     ) -> bool:
-        part, slot_ids = self._slots[:, layer_range.first : layer_range.end], self._slot_ids[places]
+        some = _span(places)
+        bytes_of_it = self._slots[:, layer_range.first : layer_range.end]
+        slot_ids = self._slot_ids[some]
         if self._checksum and group not in self._states:
             numbers = [each.number for each in self._layer_ranges[group]]
             self._states[group] = self._copier.begin(numbers, self._slots, len(self._slot_ids))
         states = self._states.get(group)
-        of_these = None if states is None else states[places]
-        ids, goes_on = (self._block_ids[places], part, slot_ids), states is not None
-        copy = BlockCopy(layer_range.number, *ids, goes_on, self._forward.fence, of_these)
+        of_these = None if states is None else states[some]
+        sums = None
+        if self._sum_rows is not None and of_these is not None and layer_range.part is not None:
+            generations = self._sum_rows.generations[some]
+            sums = SumRows(self._sum_rows.table, generations, layer_range.part)
+        ids, goes_on = (self._block_ids[some], bytes_of_it, slot_ids), states is not None
+        copy = BlockCopy(layer_range.number, *ids, goes_on, self._forward.fence, of_these, sums)
         copied = self._copier.save(copy, cancelled=cancelled)
         if copied is None:
             return False
         if states is not None and of_these is not None:
-            states[places], self._sums[places] = of_these, copied
+            states[some], self._sums[some] = of_these, copied
         elif self._checksum:
             for place, slot in zip(places.tolist(), slot_ids.tolist(), strict=True):
-                self._digests.setdefault(place, xxhash.xxh3_64()).update(part[slot].data)
+                self._digests.setdefault(place, xxhash.xxh3_64()).update(bytes_of_it[slot].data)
         return True
 
 
@@ -283,6 +316,7 @@ class TracedCopier(BlockCopier):
     def __init__(self, inner: BlockCopier, layer_ranges: LayerRanges, trace: Trace) -> None:
         super().__init__(layer_ranges.layout)
         self.speed = inner.speed
+        self.makes_part_sums = inner.makes_part_sums
         self._inner = inner
         self._trace = trace
         self._layers = {
@@ -300,10 +334,14 @@ class TracedCopier(BlockCopier):
         return self._inner.begin(groups, slots, count)
 
     def load_pages(
-        self, copy: BlockCopy, runs: Sequence[PageRun], length: int
+        self,
+        copy: BlockCopy,
+        runs: Sequence[PageRun],
+        length: int,
+        hashed: tuple[int, int] | None = None,
     ) -> NDArray[np.uint64] | None:
         began = now()
-        checksums = self._inner.load_pages(copy, runs, length)
+        checksums = self._inner.load_pages(copy, runs, length, hashed)
         if checksums is not None:
             blocks = len(copy.block_ids)
             size = blocks * sum(run.nbytes for run in runs)
@@ -342,3 +380,10 @@ class TracedCopier(BlockCopier):
             bytes=blocks * self._layout.group_bytes[copy.group],
         )
         return checksums
+
+
+def _span(places: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """The same places, which ascend, as a slice where none is left out: views, in place of copies,
+    of what they are places in."""
+    first, last = int(places[0]), int(places[-1])
+    return slice(first, last + 1) if last - first + 1 == len(places) else places

@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.copy.jobs import LoadSpec
+from omni_connector.errors import LayoutError
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey, LayerPlaces
-from omni_connector.kv.convert import PageRun, SlotConverter
+from omni_connector.kv.convert import PageRun, SlotConverter, page_starts
 from omni_connector.kv.heads import HeadSlice, head_sources
+from omni_connector.kv.parts import inner_ends
 from omni_connector.kv.shapes import GroupShape, converter, same_bytes, state_slices
 from omni_connector.kv.spans import NULL_BLOCK_ID
 from omni_connector.kv.states import StateSlices
@@ -38,6 +40,9 @@ class LoadSource:
             bytes of our blocks.
         heads: those that are taken from it, for each layer that the converter copies.
         runs: where the pages lie that are taken from it, if they are whole; else none.
+        part_ends: inner ends of the parts of its slots; see `kv.parts`.
+        hashed: the bytes of the parts that the runs are in: first and end.
+        most_part_ends: most inner ends of any of its slots, of whatever group; 0 if not known.
     """
 
     arenas: tuple[int, ...]
@@ -45,6 +50,9 @@ class LoadSource:
     converter: SlotConverter | StateSlices | None = None
     heads: tuple[HeadSlice, ...] = ()
     runs: tuple[PageRun, ...] = ()
+    part_ends: tuple[int, ...] = ()
+    hashed: tuple[int, int] = (0, 0)
+    most_part_ends: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +257,7 @@ class LoadPlans:
                     ).items()
                 ]
                 continue
+            ends = _part_ends(source.stages[source_stage])
             pairs = places or [(layer, layer) for layer in range(len(ours.pages))]
             converts = converter(theirs, ours, places=pairs, like_ranks=alike)
             by_rank: dict[int, list[HeadSlice]] = {}
@@ -270,6 +279,9 @@ class LoadPlans:
                     converts,
                     tuple(heads),
                     converts.page_runs,
+                    ends[source_group],
+                    _hashed(converts.page_runs, ends[source_group], converts.source_bytes),
+                    max(map(len, ends)),
                 )
                 for of_stage, heads in sorted(by_rank.items())
             ]
@@ -289,3 +301,22 @@ class LoadPlans:
         if found is None:
             return [(stage, group, None)]
         return [(each.stage, each.group, each.places) for each in found.read_by(ours)]
+
+
+def _part_ends(groups: Sequence[GroupShape]) -> list[tuple[int, ...]]:
+    """For each group of a rank the inner ends of the parts of its slots; none if not all of them
+    can be told."""
+    try:
+        sizes = [np.diff(page_starts(group.pages)).tolist() for group in groups]
+    except LayoutError:
+        return [()] * len(groups)
+    return [inner_ends(each) for each in sizes]
+
+
+def _hashed(runs: Sequence[PageRun], ends: Sequence[int], length: int) -> tuple[int, int]:
+    """First and end of the parts that some pages of slots of `length` bytes are in."""
+    if not runs:
+        return 0, length
+    edges = [0, *ends, length]
+    first = max(edge for edge in edges if edge <= runs[0].at)
+    return first, min(edge for edge in edges if edge >= runs[-1].at + runs[-1].nbytes)

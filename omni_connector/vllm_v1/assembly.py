@@ -214,6 +214,7 @@ class _Assembly:
         self._context = _context(config, self._engine_id, "scheduler", surroundings, self._stats)
         self._epoch = self._context.randbytes(TOKEN_BYTES)
         self._arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
+        self._slots = [rank.slots for rank in ranks if rank.endpoints]
         weights = surroundings.weights_id(config, vllm_config)
         drafter = surroundings.drafter_of(vllm_config)
         self._ours = compatibility(config, vllm_config, ranks, weights, drafter)
@@ -319,7 +320,7 @@ class _Assembly:
                 "logs of the others say why"
             )
         return SlotDirectory(
-            min(endpoints[0].n_slots for endpoints in self._arenas) * self._ours.num_stripes,
+            min(self._slots) * self._ours.num_stripes,
             self._context,
             self._config.handoff_ttl_s,
         )

@@ -101,12 +101,14 @@ class OmniHandshakeMetadata(KVConnectorHandshakeMetadata):
             scheduler half one spec for a group of several.
         scales: digest of the layers' scales; see `kernels.scales_id`.
         stripes: ranks over which the slots of the engine are spread; see `kv.stripes`.
+        slots: of the arena that hold blocks.
     """
 
     endpoints: tuple[Endpoint, ...]
     groups: tuple[GroupShape, ...]
     scales: str = ""
     stripes: int = 1
+    slots: int = 0
 
     def encode(self) -> bytes:
         """The bytes that `decode` reads."""

@@ -2,12 +2,14 @@
 """The arena of one rank: its memory, the claim on it, and the endpoints at which peers read it."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.arena.memory_claims import Reservation
+from omni_connector.arena.part_sums import PartSums, SumsLayout
 from omni_connector.arena.size import ArenaSizing
 from omni_connector.copy.copier import BlockCopier
 from omni_connector.kv.compatibility import most_stripes
@@ -24,6 +26,8 @@ class RankArena:
 
     Attributes:
         arena: the slots.
+        slots: how many of them hold blocks.
+        part_sums: what makes parts of the slots checkable; None where there is nothing of it.
         stripes: ranks over which the slots of the engine are spread; see `kv.stripes`.
         endpoints: at which peers read them.
         reservation: what other engines see of the memory before it is populated; None where it
@@ -31,12 +35,16 @@ class RankArena:
     """
 
     arena: Arena
+    slots: int
+    part_sums: PartSums | None
     stripes: int
     endpoints: tuple[Endpoint, ...]
     reservation: Reservation | None
 
     def close(self) -> None:
         """Let go of the memory, after the copier that may have pinned it. Idempotent."""
+        if self.part_sums is not None:
+            self.part_sums.close()
         self.arena.close()
         if self.reservation is not None:
             self.reservation.close()
@@ -75,12 +83,15 @@ class ArenaPlan:
         groups: tuple[GroupShape, ...],
         copier: BlockCopier,
         node: int | None = None,
+        part_ends: Sequence[Sequence[int]] = (),
     ) -> RankArena:
         """Open the arena of caches with these groups and slots of `slot_bytes`.
 
         Args:
             copier: pins the memory as it is populated; closed where this raises.
             node: the memory node that it is to lie on; None for where it is touched.
+            part_ends: for each group the inner ends of the parts of its slots, if sums are kept
+                for them; see `kv.parts`.
 
         Raises:
             ConfigError: it would not hold a single slot.
@@ -115,11 +126,15 @@ class ArenaPlan:
             if not self.prefault:
                 copier.pin(arena.slots)  # else piece by piece, as far as there is memory
             self.sizing.tell(self.rank, self.ranks, size, slot_bytes, groups, stripes)
+            most_ends = max(map(len, part_ends), default=0)
+            layout = SumsLayout.of(arena.n_slots, slot_bytes, most_ends)
+            part_sums = None if layout is None else PartSums.create(arena, layout)
             endpoints = self.transports.export(arena, self.name)
             if self.outlives:
                 leave_arena(os.environ, arena)
         except BaseException:
             copier.close()
-            RankArena(arena, stripes, (), reservation).close()
+            RankArena(arena, 0, None, stripes, (), reservation).close()
             raise
-        return RankArena(arena, stripes, endpoints, reservation)
+        slots = arena.n_slots if layout is None else layout.num_slots
+        return RankArena(arena, slots, part_sums, stripes, endpoints, reservation)

@@ -290,14 +290,17 @@ class OmniWorker:
         arena: RankArena | None = None
         saver: Saver | None = None
         store_jobs: StoreJobs | None = None
+        checksum = self._checksum or self._transports.needs_checksums
         if self._arena_plan is not None:
             node = self._threads.node
-            arena = self._arena_plan.open(layout.slot_bytes, groups, copier, node)
+            part_ends = layer_ranges.part_ends if copier.makes_part_sums and checksum else ()
+            arena = self._arena_plan.open(layout.slot_bytes, groups, copier, node, part_ends)
             saver = Saver(
                 arena=arena.arena,
                 copier=copier,
                 layer_ranges=layer_ranges,
-                checksum=self._checksum or self._transports.needs_checksums,
+                checksum=checksum,
+                part_sums=arena.part_sums,
             )
             bodies[SaveSpec] = bodies[KeepSpec] = saves, saver.work
         try:
@@ -341,7 +344,9 @@ class OmniWorker:
         if arena is None:
             handshake = OmniHandshakeMetadata((), groups, scales)
         else:
-            handshake = OmniHandshakeMetadata(arena.endpoints, groups, scales, arena.stripes)
+            handshake = OmniHandshakeMetadata(
+                arena.endpoints, groups, scales, arena.stripes, arena.slots
+            )
         return _RegisteredCaches(copier, loader, handshake, bodies, arena, saver, store_jobs)
 
     def listen(self, *, introduces: bool) -> None:
@@ -489,7 +494,7 @@ class OmniWorker:
         if isinstance(spec, SaveSpec) and caches.arena is not None and caches.arena.stripes > 1:
             spec = spec.of_stripe(self._rank, caches.arena.stripes)
         try:
-            slots = 0 if caches.arena is None else caches.arena.arena.n_slots
+            slots = 0 if caches.arena is None else caches.arena.slots
             spec.check(self._kv_cache_config.num_blocks, slots)
         except (IndexError, ValueError):
             logger.exception("Copy job %d was not started; please report it", job_id)

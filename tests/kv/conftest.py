@@ -318,7 +318,7 @@ def cpu(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) -> 
 def by_numpy(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) -> BlockCopier:
     copier = CpuCopier(canonical, layout)
     copier._copy_part = copier._copy_by_numpy
-    copier._load_pages = copier._load_pages_by_numpy
+    copier._is_for_native = lambda *_: False
     copier.begin = lambda *_: None
     return copier
 

@@ -346,7 +346,10 @@ class Cluster(Clients):
                 if self.shapes[engine].integrity != "full":
                     return  # nothing would notice
                 self.world.tell(f"a byte of each slot of {name} flips")
-                arena.slots[:, 7] ^= 0x10
+                for slot in range(len(arena.slots)):
+                    # One page of the block, another in each slot; none in what holds no block.
+                    length = max(8, arena.header(slot).length)
+                    arena.slots[slot, (7 + 320 * slot) % length] ^= 0x10
 
     def end_thread(self, engine: str, thread: str) -> None:
         """One of the connector's threads ends, as none should."""

@@ -15,6 +15,7 @@ from tests.simulation.features import (
     replayed,
     replicated,
     selective,
+    spoilt,
 )
 from tests.simulation.hints import hinted, overlong
 from tests.simulation.inputs import varied
@@ -71,6 +72,7 @@ def plan_of(seed: int) -> Plan:
     plan = piped(plan, random.Random(f"stages {seed}"))
     plan = replayed(plan, random.Random(f"replay {seed}"))
     plan = matched_within_blocks(plan, random.Random(f"match {seed}"))
+    plan = spoilt(plan, random.Random(f"spoilt {seed}"))
     plan = accelerated(plan, random.Random(f"device {seed}"))
     plan = operated(plan, random.Random(f"operators {seed}"))
     plan = trained(plan, random.Random(f"trainers {seed}"))

@@ -120,6 +120,43 @@ def piped(plan: Plan, draw: random.Random) -> Plan:
     return replace(plan, engines=tuple(engines))
 
 
+def spoilt(plan: Plan, draw: random.Random) -> Plan:
+    """The same with hand-offs during which bytes change that one reader of a slot needs and another
+    does not, for most of the plans whose engines have other layers and the same blocks otherwise;
+    the plan itself for the rest. The first engine, which offers hand-offs, has no stages then.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    unlike = {(each.family, each.stages) for each in plan.engines}
+    blocks = {(each.block_size, each.ranks) for each in plan.engines}
+    if len(unlike) == 1 or len(blocks) > 1 or draw.random() < 0.2:
+        return plan
+    stages = next((each.stages for each in plan.engines if each.stages), ())
+    first = plan.engines[0].name
+    engines = tuple(
+        replace(
+            each,
+            integrity="full",
+            stages=() if each.name == first or each.drafts else stages,
+            runner="v2" if each.overlap else each.runner,
+        )
+        for each in plan.engines
+    )
+    plan = replace(plan, engines=engines, mapped=True, native=True)
+    producers = [each.name for each in plan.engines if each.role != "kv_consumer"]
+    consumers = [each.name for each in plan.engines if each.role != "kv_producer"]
+    events = list(plan.events)
+    for _ in range(5):
+        prefill = draw.choice((producers[0], draw.choice(producers)))
+        prompt = draw.randrange(3), draw.choice((20, 33, 37))
+        asked = hand_off(prefill, consumers[-1], prompt)
+        events.append(Event("hand_off", asked, draw.choice((0, 30, 100)), len(events)))
+        acts = draw.choice((3, 10, 20, 40, 60))
+        events.append(Event("spoil", {"engine": prefill}, acts, len(events)))
+    return replace(plan, events=tuple(events))
+
+
 def replicated(plan: Plan, draw: random.Random) -> Plan:
     """The same with a model of which all ranks hold the same KV, on several ranks, for some of the
     plans; the plan itself for the others. In a third of them engines have other numbers of ranks.

@@ -73,6 +73,7 @@ from tests.toy import (
     BLOCK,
     GROUPS,
     MAX_LAYERS,
+    PAGE,
     SLOT,
     drafting,
     kv_cache_config,
@@ -642,6 +643,12 @@ def hand_off(
     answer = prefill.generate(prompt, params=HANDOFF).params
     assert answer is not None
     return decode.generate(prompt, count, params=answer).tokens
+
+
+def spoil(prefill: InProcessEngine, page: int) -> None:
+    """Change a byte of a page in the last slot of the oldest hand-off, on the first rank."""
+    slot = prefill.handoffs[0].slots[-1][-1]
+    prefill.arena(0).slots[slot][page * PAGE + 3] ^= 1
 
 
 def leased(

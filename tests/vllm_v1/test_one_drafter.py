@@ -16,7 +16,7 @@ from tests import inspection
 from tests.simulation import check
 from tests.toy import BLOCK, FAMILIES, LAYERS, UNDRAFTED
 
-from .harness import HANDOFF, assert_clean, hand_off, prompt, run, wait
+from .harness import HANDOFF, assert_clean, hand_off, prompt, run, spoil, wait
 from .stores import PREFIX, QUESTION, landed
 from .test_host_prefix import neighbours
 
@@ -114,6 +114,23 @@ def test_the_drafters_pages_of_a_mixed_group_that_are_left_are_noticed_by_these_
     hand_off(prefill, decode, prompt(70))
     with pytest.raises(AssertionError):
         require_zeros(found, 69)
+
+
+@pytest.mark.parametrize("page", range(LAYERS + 1))
+def test_a_page_of_the_drafter_that_is_spoilt_matters_only_to_who_reads_it(engine, parts, page):
+    """The last page is the drafter's."""
+    prefill = engine("kv_producer", family=IN_THE_MODELS, **MTP)
+    without_it = engine("kv_consumer", family="full")
+    with_it = engine("kv_consumer", family=IN_THE_MODELS, **MTP)
+    tokens = prompt(70)
+    right = engine(None).generate(tokens, 6).tokens
+    for decode, reads in ((without_it, page < LAYERS), (with_it, True)):
+        params = prefill.generate(tokens, 1, HANDOFF).params
+        spoil(prefill, page)
+        assert decode.generate(tokens, 6, params).tokens == right
+        assert decode.failures() == ({"checksum_mismatch": 1} if reads else {})
+        assert_clean(prefill, decode)
+    assert parts["parts"] > 0
 
 
 @of_both

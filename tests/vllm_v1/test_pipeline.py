@@ -7,16 +7,18 @@ import threading
 import time
 
 import msgspec
+import numpy as np
 import pytest
 
-from omni_connector.copy import held_blocks, load_plans
+from omni_connector.arena import part_sums
+from omni_connector.copy import held_blocks, load_plans, loading
 from omni_connector.errors import ConfigError
 from omni_connector.kv import compatibility
 from omni_connector.vllm_v1 import connector
 from tests import inspection
 from tests.toy import BLOCK, FAMILIES, LAYERS, WINDOW
 
-from .harness import HANDOFF, assert_clean, hand_off, prompt, run
+from .harness import HANDOFF, assert_clean, hand_off, prompt, run, spoil
 from .stores import PREFIX, QUESTION, landed
 from .test_host_prefix import publish, sharer  # noqa: F401 - a fixture
 from .test_layers import announce, drain
@@ -472,3 +474,84 @@ def test_what_the_runner_does_not_end_in_the_first_stage_is_saved_all_the_same(e
     assert decode.count("tokens_loaded") == sum(LENGTHS) - len(LENGTHS)
     assert not decode.failures()
     assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("family", ["full", HYBRID])
+@pytest.mark.parametrize(("theirs", "ours"), OTHERS, ids=str)
+def test_parts_of_slots_are_read_alone(engine, parts, family, theirs, ours):
+    if max((*theirs, *ours)) >= LAYERS * len(FAMILIES[family]):
+        pytest.skip("the model has fewer layers")
+    reference = engine(family=family)
+    prefill = engine("kv_producer", family=family, stages=theirs)
+    decode = engine("kv_consumer", family=family, stages=ours)
+    require_right_handoffs(prefill, decode, reference, family)
+    assert not decode.failures()
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_bytes_that_are_spoilt_matter_to_who_reads_them(engine, parts, tokens, layer):
+    """The first stage of the decode engine reads layer 0 alone, the other one the rest."""
+    prefill = engine("kv_producer")
+    decode = engine("kv_consumer", stages=(1,))
+    asked = prompt(7 * BLOCK + 3)
+    answer = prefill.generate(asked, params=HANDOFF).params
+    spoil(prefill, layer)
+    assert decode.generate(asked, 6, params=answer).tokens == tokens(asked, 6)
+    assert decode.failures() == {"checksum_mismatch": 1}
+    assert parts["parts"] > 0
+    assert_clean(prefill, decode)
+
+
+def test_sums_that_are_spoilt_are_noticed(engine, parts, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", stages=(1,))
+    asked = prompt(7 * BLOCK + 3)
+    answer = prefill.generate(asked, params=HANDOFF).params
+    arena = prefill.arena(0)
+    layout = part_sums.SumsLayout.of(arena.n_slots, arena.slot_bytes, LAYERS - 1)
+    slot, words = prefill.handoffs[0].slots[-1][-1], layout.row_words
+    table = arena.slots[layout.num_slots :].reshape(-1).view(np.uint64)
+    assert table[slot * words] == arena.header(slot).generation
+    table[slot * words + 8 + 3] ^= 1  # of the end of layer 0
+    assert decode.generate(asked, 6, params=answer).tokens == tokens(asked, 6)
+    assert decode.failures() == {"checksum_mismatch": 1}
+    assert_clean(prefill, decode)
+
+
+def test_slots_whose_sums_are_of_another_generation_are_read_whole(engine, parts, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", stages=(1,))
+    asked = prompt(7 * BLOCK + 3)
+    answer = prefill.generate(asked, params=HANDOFF).params
+    arena = prefill.arena(0)
+    layout = part_sums.SumsLayout.of(arena.n_slots, arena.slot_bytes, LAYERS - 1)
+    arena.slots[layout.num_slots :] = 0
+    assert decode.generate(asked, 6, params=answer).tokens == tokens(asked, 6)
+    assert not decode.failures()
+    assert parts["whole"] > 0
+    assert not parts["parts"]
+
+
+def test_an_arena_of_a_version_without_sums_is_read_whole(engine, parts, monkeypatch, tokens):
+    with monkeypatch.context() as older:
+        older.setattr(part_sums, "LEAST_SLOTS", 1 << 40)
+        prefill = engine("kv_producer")
+    decode = engine("kv_consumer", stages=(1,))
+    asked = prompt(7 * BLOCK + 3)
+    assert hand_off(prefill, decode, asked) == tokens(asked, 6)
+    assert not decode.failures()
+    assert not parts["parts"]
+
+
+def test_a_reader_of_a_version_without_sums_reads_whole_slots(engine, parts, monkeypatch, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", stages=(1,))
+    monkeypatch.setattr(loading._Load, "_load_parts", lambda *_: False)
+    asked = prompt(7 * BLOCK + 3)
+    assert hand_off(prefill, decode, asked) == tokens(asked, 6)
+    assert not decode.failures()
+    assert not parts["parts"]
+
+
+def test_engines_that_are_alike_check_whole_slots(engine, parts, tokens):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    asked = prompt(7 * BLOCK + 3)
+    assert hand_off(prefill, decode, asked) == tokens(asked, 6)
+    assert not parts

@@ -242,8 +242,8 @@ MENDED: Final = (
         "with integrity `generation` a fetch that brings other bytes is believed",
         (
             "omni_connector.copy.loading",
-            "        if self._checks(slots):\n",
-            "        if self._rank.checksum:\n",
+            "        if checksums is not None and self._checks(slots):\n",
+            "        if checksums is not None and self._rank.checksum:\n",
         ),
     ),
     mutant(

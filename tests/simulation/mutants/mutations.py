@@ -101,10 +101,15 @@ OWN: Final = (
         "the checksum of a slot omits what was copied first",
         (
             "omni_connector.copy.layered",
-            "            states[places], self._sums[places] = of_these, copied\n",
-            "            self._sums[places] = copied\n"
+            "of_these = None if states is None else states[some]\n",
+            "of_these = None if states is None else states[some].copy()\n",
+        ),
+        (
+            "omni_connector.copy.layered",
+            "            states[some], self._sums[some] = of_these, copied\n",
+            "            self._sums[some] = copied\n"
             "            if layer_range.first:\n"
-            "                states[places] = of_these\n",
+            "                states[some] = of_these\n",
         ),
     ),
     mutant(
@@ -157,7 +162,7 @@ OWN: Final = (
         "bytes that changed on their way are served",
         (
             "omni_connector.copy.loading",
-            "        if self._checks(slots):\n",
+            "        if checksums is not None and self._checks(slots):\n",
             "        if False:\n",
         ),
     ),
