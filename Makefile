@@ -41,7 +41,7 @@ test: lint
 	@scripts/run_tests.sh $(ARGS)
 
 test-unit: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not vllm and not e2e" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not vllm and not e2e" $(ARGS)
 
 test-matrix: setup
 	@scripts/test_matrix.sh $(ARGS)

@@ -41,6 +41,8 @@ finish() {
 }
 
 marked=${ONLY:+($ONLY) and }
-run "without engines" -n 3 --dist loadfile -m "${marked}not e2e and not beside" "$@"
+# `tests/early.py` says which files begin first.
+shared=(-n 3 --dist loadfile --no-loadscope-reorder)
+run "without engines" "${shared[@]}" -m "${marked}not e2e and not beside" "$@"
 run "with engines" -m "${marked}(e2e or beside)" "$@"
 finish

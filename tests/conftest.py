@@ -35,6 +35,13 @@ def pytest_report_header() -> list[str]:
     return machine.lines()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In the processes that share the tests, have long files begin first."""
+    if hasattr(config, "workerinput"):
+        early.put_first(items)
+
+
 def pytest_collection_finish() -> None:
     """Tensors of these tests are small: torch's threads cost more than they do, and more beside
     the threads that the tests are about.

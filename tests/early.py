@@ -1,7 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures that take long, in processes of their own, begin before the first test."""
+"""What begins before all else: fixtures that take long in processes of their own, and, where
+processes share the tests file by file, files of few tests that take long."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Final
 
 import pytest
+
+LONG: Final = (
+    "simulation/test_simulation.py",
+    "vllm_v1/test_loaded_models.py",
+    "arena/test_eviction.py",
+    "arena/test_native_probe.py",
+    "arena/test_slot_index.py",
+)
+"""Files in which a test takes many times as long as elsewhere."""
+
+_FOLDER: Final = Path(__file__).parent
 
 
 def begin(request: pytest.FixtureRequest, *names: str) -> None:
@@ -16,3 +32,14 @@ def begin(request: pytest.FixtureRequest, *names: str) -> None:
     for name in names:
         if name in asked:
             request.getfixturevalue(name)
+
+
+def put_first(items: list[pytest.Item]) -> None:
+    """Sort tests by file: the `LONG` ones first, then those of many tests.
+
+    pytest-xdist by itself begins files of many tests first, unless told not to. Then one process
+    goes on with a long file of few tests when the others have ended.
+    """
+    numbers = Counter(item.path for item in items)
+    long = {_FOLDER / name for name in LONG}
+    items.sort(key=lambda item: (item.path not in long, -numbers[item.path]))

@@ -199,13 +199,13 @@ class Rolling:
 
     def stop_undrained(self, side: str, number: int, timeout: float) -> None:
         """Have vLLM shut an engine down by its own means alone, as it does on SIGINT, and start
-        another. After so many seconds the server is killed: it may wait for ever for requests that
-        its engine has not answered."""
+        another. When a request is lost, or after so many seconds, the server is killed: it may wait
+        for ever for requests that its engine has not answered."""
         engine = self.engines[side][number]
         assert engine.process is not None
         engine.process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + timeout
-        while any(engine.processes()) and time.monotonic() < deadline:
+        while any(engine.processes()) and not self.outcome.lost and time.monotonic() < deadline:
             time.sleep(0.1)
         self._replace(side, number)
 
