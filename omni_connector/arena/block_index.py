@@ -311,6 +311,12 @@ class BlockIndex(_Table):
         self._require_open()
         return self._fd
 
+    @property
+    def own_words(self) -> bytes:
+        """`struct own_index` of kernels/own_index.h, valid until `close`."""
+        self._require_open()
+        return self._own_words
+
     def add(self, tags: Tags, slots: Ints, generations: Ints) -> None:
         """List blocks. A block whose bucket is full is left out.
 

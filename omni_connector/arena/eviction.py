@@ -25,7 +25,7 @@ Slots come and go by the prompt, so the order consists of batches of slots that 
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,6 +119,32 @@ class EvictionOrder:
         self._used_again = np.zeros(DEPTHS)
         self._depth = np.zeros(num_slots, np.uint8)
         self._past_depth = np.zeros(2 * num_slots, np.uint8)
+
+    @property
+    def num_remembered(self) -> int:
+        """Number of evictions so far; -1 if no content was evicted, or passed over, since the
+        start."""
+        return self._evicted if self.remembers else -1
+
+    @property
+    def contents(self) -> dict[str, NDArray[Any]]:
+        """What `fill` changes and reads, by the names of `SlotArrays`."""
+        return {
+            "again": self._again,
+            "favoured": self._favoured,
+            "pinned": self.pinned,
+            "hash": self._hash,
+            "depth": self._depth,
+            "past": self._past,
+            "past_depth": self._past_depth,
+            "new": self._new,
+            "used_again": self._used_again,
+        }
+
+    @property
+    def most_new(self) -> float:
+        """New contents after which the counts by depth are halved."""
+        return _FADES * self._num_slots
 
     def here(self, slot_ids: Ints) -> NDArray[np.bool_]:
         """Which of these slots are in the order."""
@@ -225,7 +251,7 @@ class EvictionOrder:
     def _count_new(self, depths: Depths) -> None:
         """Count contents that nobody remembers."""
         self._new += _by_depth(depths)
-        if self._new.sum() > _FADES * self._num_slots:
+        if self._new.sum() > self.most_new:
             self._new /= 2
             self._used_again /= 2
 
@@ -249,7 +275,7 @@ class EvictionOrder:
         again = self._again[slot_ids]
         pinned = self.pinned[slot_ids]
         if not (favoured.any() or again.any() or pinned.any()):  # most often
-            self._append(0, slot_ids)
+            self.add_used_once(slot_ids)
             return
         kinds = np.where(favoured, 2, again)
         kinds[pinned] = _PINNED
@@ -258,6 +284,10 @@ class EvictionOrder:
             if len(part):
                 self._append(kind, part)
         self.num_pinned += int(np.count_nonzero(kinds == _PINNED))
+
+    def add_used_once(self, slot_ids: Ints) -> None:
+        """The same for slots of which none is favoured, used again or pinned; at least one."""
+        self._append(0, slot_ids)
 
     def _append(self, kind: int, slot_ids: Ints) -> None:
         queue = self._batches[kind]

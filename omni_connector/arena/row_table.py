@@ -6,7 +6,7 @@ grow. This table takes 56 bytes a row and 0.3 ms. (numpy would need some ten cal
 a probe.) The size is fixed, and the entries are numbered from 0. The entries of a bucket form a
 list. Rows are compared byte by byte, so two rows with equal hashes are never confused.
 
-kernels/row_table.c has the code. Where it cannot be compiled, a dict does the work.
+kernels/rows.h has the code. Where it cannot be compiled, a dict does the work.
 """
 
 import ctypes
@@ -38,7 +38,12 @@ class DictTable:
 
     Args:
         alive: (entries,) bool, whether an entry is found; the caller may clear it.
+
+    Attributes:
+        words: `struct table` of kernels/rows.h; None where a dict does the work.
     """
+
+    words: bytes | None = None
 
     def __init__(self, alive: NDArray[np.bool_]) -> None:
         self._alive = alive
@@ -89,12 +94,11 @@ class NativeTable(DictTable):
         rows = np.zeros(count * ROW_BYTES, np.uint8)
         following, bucket, first = (np.full(count, -1, np.int32) for _ in range(3))
         self._arrays = rows, alive, following, bucket, first
-        # `struct table` of row_table.c
-        self._words = struct.pack("=6Q", *(each.ctypes.data for each in self._arrays), count)
+        self.words: bytes = struct.pack("=6Q", *(each.ctypes.data for each in self._arrays), count)
 
     def find(self, rows: bytes) -> NDArray[np.int64]:
         found = np.empty(len(rows) // ROW_BYTES, np.int64)
-        self._find(self._words, rows, len(found), found.ctypes.data)
+        self._find(self.words, rows, len(found), found.ctypes.data)
         return found
 
     def name(self, rows: bytes, numbers: NDArray[np.int64]) -> None:
@@ -102,7 +106,7 @@ class NativeTable(DictTable):
         numbers = np.ascontiguousarray(numbers, np.int64)
         if len(rows) != len(numbers) * ROW_BYTES:
             raise ValueError(f"{len(rows)} bytes of rows for {len(numbers)} entries")
-        self._name(self._words, rows, len(numbers), numbers.ctypes.data)
+        self._name(self.words, rows, len(numbers), numbers.ctypes.data)
 
 
 def rows_of(group: int, keys: Sequence[bytes | None]) -> bytes:

@@ -68,6 +68,11 @@ class SlotIndex:
         self._table = row_table(self.keyed)
         self._runs: deque[_Run] = deque(maxlen=_RUNS)
 
+    @property
+    def table(self) -> bytes | None:
+        """`struct table` of kernels/rows.h; None where a dict does the work."""
+        return self._table.words
+
     def each(self, rows: bytes) -> Ints:
         """The slot of each of these blocks; -1 for a missing one.
 

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from omni_connector.arena.block_index import BlockIndex, Tags, tags_of
 from omni_connector.arena.eviction import EvictionOrder
 from omni_connector.arena.format import header_keys
+from omni_connector.arena.native_slots import NativeSlots, SlotArrays, native_slots
 from omni_connector.arena.row_table import ROW_BYTES, rows_of
 from omni_connector.arena.slot_index import Ints, SlotChanges, SlotIndex, SlotKey
 from omni_connector.config import Admission
@@ -100,6 +101,12 @@ class SlotListing:
             self._tags[slots[named]] = tags_of(self.key_prefix, group, hashes)
         if self.changes is not None:
             self.changes.name(group, keys, slots)
+
+    @property
+    def words(self) -> tuple[bytes, Tags] | None:
+        """What machine code changes in the place of the other methods; None where somebody wants to
+        know the changes."""
+        return (self._index.own_words, self._tags) if self.changes is None else None
 
     def show(self, slots: Ints, generations: Ints) -> None:
         """List these slots: peers find them from now on."""
@@ -185,6 +192,23 @@ class SlotPool:
         # The tenant of each slot, 0 for nobody; and the number of slots by tenant.
         self._tenant: Ints = np.zeros(num_slots, np.int64)
         self._kept_of: Counter[int] = Counter()
+        self._native = self._native_slots()
+
+    def _native_slots(self) -> NativeSlots | None:
+        engine = native_slots()
+        table = self._index.table
+        if engine is None or table is None:
+            return None
+        arrays = SlotArrays(
+            generation=self.generation,
+            users=self._users,
+            busy=self._busy,
+            ready=self._ready,
+            keyed=self._keyed,
+            tenant=self._tenant,
+            **self._order.contents,
+        )
+        return NativeSlots(engine, arrays, self._order.most_new, table)
 
     def counts(self) -> tuple[int, int, int]:
         """Numbers of (free, cached, cached and pinned) slots."""
@@ -235,6 +259,12 @@ class SlotPool:
         return slots, generations
 
     def _new(self, count: int) -> Ints:
+        slot_ids = self._unused(count)
+        self._renew(slot_ids)
+        return slot_ids
+
+    def _unused(self, count: int) -> Ints:
+        """Free slots, or ones that are evicted now. At least as many are available."""
         left = max(0, self._num_free - count)
         slot_ids: Ints = self._free[left : self._num_free][::-1].astype(np.int64)
         self._num_free = left
@@ -244,12 +274,15 @@ class SlotPool:
             self._count_privileged(evicted)
             self._disown(evicted)
             slot_ids = np.concatenate([slot_ids, evicted])
+        return slot_ids
+
+    def _renew(self, slot_ids: Ints) -> None:
+        """Unused slots get one user, and no content yet."""
         if self.listing is not None:
             self.listing.hide(slot_ids)
         self.generation[slot_ids] += 1
         self._ready[slot_ids] = self._keyed[slot_ids] = False
         self._users[slot_ids] = 1
-        return slot_ids
 
     def touch(self, slot_ids: Ints, generations: Ints) -> None:
         """Count hits of peers, which read these slots in these generations.
@@ -316,20 +349,42 @@ class SlotPool:
         if len(tenants) and not self.fits(tenants):
             within = self._room(int(tenants[0]), len(wanted))
         chosen = wanted[: min(within, self._num_available)]
-        slots = self._new(len(chosen)) if len(chosen) else NONE
-        if len(slots):
-            self._own(slots, tenants[: len(slots)])
         if len(chosen) < len(keys):
             keys = [keys[i] for i in chosen.tolist()]
             rows = rows_of(group, keys)
             prompts = None if prompts is None else prompts[chosen]
             tags = None if tags is None else tags[chosen]
-        self._fill(group, keys, rows, slots, prompts, tags)
+            tenants = tenants[: len(chosen)]
+        slots = NONE
+        if len(chosen):
+            slots = self._unused(len(chosen))
+            if not self._begin(rows, slots, tenants, prompts, tags):
+                self._renew(slots)
+                self._own(slots, tenants)
+                self._fill(group, keys, rows, slots, prompts, tags)
         over_quota = len(wanted) - within
         dropped = len(lacking) - over_quota - len(chosen)
         quota = len(self.generation) if self.quota is None else self.quota
         left = max(0, min(self._num_available, quota - len(slots)))
         return Kept(chosen, slots, over_quota, dropped, lacking[most:][:left])
+
+    def _begin(
+        self, rows: bytes, slots: Ints, tenants: Ints, prompts: Ints | None, tags: Tags | None
+    ) -> bool:
+        """Do in machine code what `_renew`, `_own` and `_fill` do; False if it cannot be done so,
+        and nothing was changed."""
+        listing = None if self.listing is None else self.listing.words
+        if self._native is None or (self.listing is not None and (listing is None or tags is None)):
+            return False
+        evicted = self._order.num_remembered
+        one_tenant = self._native.begin(rows, slots, tenants, prompts, listing, tags, evicted)
+        if one_tenant is None:
+            return False
+        if not one_tenant:
+            self._count_owned(self._kept_of, slots, 1)
+        elif tenant := int(tenants[0]):
+            self._kept_of[tenant] += len(slots)
+        return True
 
     def admits(
         self, group: int, keys: Sequence[SlotKey], admission: Admission, prompts: Ints | None = None
@@ -494,9 +549,14 @@ class SlotPool:
     def let_go(self, slot_ids: Ints) -> None:
         """Remove one user. Slots without a user become cached or free. The cached ones are evicted
         in the order given."""
-        users = self._users[slot_ids] - 1
-        self._users[slot_ids] = users
-        self._settle(slot_ids[users == 0] if users.any() else slot_ids)
+        if self._native is None:
+            self._users[slot_ids] -= 1
+        elif self._native.let_go(slot_ids) and len(slot_ids):  # most often
+            self._order.add_used_once(slot_ids)
+            self.num_cached += len(slot_ids)
+            self.releases += 1
+            return
+        self._settle(slot_ids[self._users[slot_ids] == 0])
 
     def header_keys(self, group: int, keys: Sequence[SlotKey | None]) -> list[bytes]:
         """The keys for the slots' headers; empty ones where no peer looks anything up."""
@@ -550,6 +610,11 @@ class SlotPool:
 
     def filled(self, slot_ids: Ints) -> None:
         """Every rank has committed these slots."""
+        listing = None if self.listing is None else self.listing.words
+        if self._native is not None and (self.listing is None or listing is not None):
+            if self._native.filled(slot_ids, listing):
+                self._settle(slot_ids[self._users[slot_ids] == 0])
+            return
         self._busy[slot_ids] = False
         self._ready[slot_ids] = True
         if self.listing is not None:

@@ -2,12 +2,12 @@
 /* Looks up the leading blocks of a prompt in the indexes of many engines, changes the own index, and
  * computes the tags of blocks.
  *
- * memory/block_index.py lays the indexes out. Their owners write to them meanwhile, and may be
+ * arena/block_index.py lays the indexes out. Their owners write to them meanwhile, and may be
  * hostile: each word is read once and then used, and no slot is followed that does not exist.
  *
  * scripts/compile_kernels.py makes probe.ll of this file.
  */
-#include <stdint.h>
+#include "own_index.h"
 
 struct index {
     const uint64_t *fingerprints; // a bucket's, one in each byte; 0 for an empty cell
@@ -17,11 +17,7 @@ struct index {
     uint64_t num_slots;           // and of buckets
 };
 
-static const uint64_t EACH_BYTE = 0x0101010101010101, PRIME = 0x9E3779B97F4A7C15;
 static const uint64_t MIX = 0xD6E8FEB86659FD93;
-
-#define READ(word) __atomic_load_n(&(word), __ATOMIC_RELAXED)
-#define WRITE(word, value) __atomic_store_n(&(word), value, __ATOMIC_RELAXED)
 
 /* Whether the index has the block; if so, its slot and generation are written. */
 static int find(const struct index *index, uint64_t tag, int64_t *slot, int64_t *generation)
@@ -80,46 +76,6 @@ void probe_each(
     }
 }
 
-struct own_index {
-    uint64_t *fingerprints; // as in `struct index`, as are the next four
-    uint32_t *cells;
-    uint64_t *checks;
-    int64_t *generations;
-    uint64_t num_slots;
-    int32_t *cell_of; // the cell of each slot; -1 for none
-};
-
-static void hide(const struct own_index *index, int64_t slot)
-{
-    int32_t cell = index->cell_of[slot];
-    if (cell < 0)
-        return;
-    WRITE(index->checks[slot], 0);
-    WRITE(index->generations[slot], -1);
-    WRITE(((uint8_t *)index->fingerprints)[cell], 0);
-    index->cell_of[slot] = -1;
-}
-
-/* Lists blocks in the first empty cells of their buckets, except where a bucket is full. */
-static void show(
-    const struct own_index *index, const uint64_t *tags, const int64_t *slots,
-    const int64_t *generations, int64_t count)
-{
-    for (int64_t i = 0; i < count; i++) {
-        uint64_t bucket = (tags[i] >> 32) * index->num_slots >> 32;
-        uint64_t word = index->fingerprints[bucket];
-        uint64_t empty = (word - EACH_BYTE) & ~word & 128 * EACH_BYTE;
-        if (!empty)
-            continue;
-        int32_t cell = (int32_t)(8 * bucket + __builtin_ctzll(empty) / 8);
-        WRITE(index->generations[slots[i]], generations[i]);
-        WRITE(index->checks[slots[i]], (uint64_t)generations[i] * PRIME ^ tags[i]);
-        WRITE(index->cells[cell], (uint32_t)slots[i]);
-        WRITE(((uint8_t *)index->fingerprints)[cell], (uint8_t)((tags[i] & 127) | 128));
-        index->cell_of[slots[i]] = cell;
-    }
-}
-
 /* Removes slots from the index, and lists them with these blocks, if there are any. Returns 0, and
  * changes nothing, if there is no such slot. */
 int64_t change(
@@ -131,8 +87,8 @@ int64_t change(
             return 0;
     for (int64_t i = 0; i < count; i++)
         hide(index, slots[i]);
-    if (tags)
-        show(index, tags, slots, generations, count);
+    for (int64_t i = 0; tags && i < count; i++)
+        show(index, tags[i], slots[i], generations[i]);
     return 1;
 }
 

@@ -1,4 +1,4 @@
-; clang 19, sha256 of the C 43b08772c5d1f871
+; clang 19, sha256 of the C 0978358544918f7b
 ; scripts/compile_kernels.py has made this file.
 
 %struct.index = type { ptr, ptr, ptr, ptr, i64 }
@@ -229,8 +229,8 @@ while.end:
 
 define i64 @change(ptr %index, ptr %tags, ptr %slots, ptr %generations, i64 %count) {
 entry:
-  %cmp36 = icmp sgt i64 %count, 0
-  br i1 %cmp36, label %for.body.lr.ph, label %return
+  %cmp49 = icmp sgt i64 %count, 0
+  br i1 %cmp49, label %for.body.lr.ph, label %return
 
 for.body.lr.ph:
   %num_slots = getelementptr i8, ptr %index, i64 32
@@ -238,12 +238,12 @@ for.body.lr.ph:
   br label %for.body
 
 for.cond:
-  %inc = add i64 %i.037, 1
+  %inc = add i64 %i.050, 1
   %exitcond.not = icmp eq i64 %inc, %count
   br i1 %exitcond.not, label %for.cond3.preheader, label %for.body
 
 for.cond3.preheader:
-  br i1 %cmp36, label %for.body6.lr.ph, label %return
+  br i1 %cmp49, label %for.body6.lr.ph, label %return
 
 for.body6.lr.ph:
   %cell_of.i = getelementptr i8, ptr %index, i64 40
@@ -252,120 +252,115 @@ for.body6.lr.ph:
   br label %for.body6
 
 for.body:
-  %i.037 = phi i64 [ 0, %for.body.lr.ph ], [ %inc, %for.cond ]
-  %arrayidx = getelementptr i64, ptr %slots, i64 %i.037
+  %i.050 = phi i64 [ 0, %for.body.lr.ph ], [ %inc, %for.cond ]
+  %arrayidx = getelementptr i64, ptr %slots, i64 %i.050
   %1 = load i64, ptr %arrayidx, align 8
   %cmp1.not = icmp ult i64 %1, %0
   br i1 %cmp1.not, label %for.cond, label %return
 
-for.cond.cleanup5:
-  %tobool.not = icmp ne ptr %tags, null
-  %or.cond = and i1 %tobool.not, %cmp36
-  br i1 %or.cond, label %for.body.lr.ph.i, label %return
+for.cond13.preheader:
+  %tobool = icmp ne ptr %tags, null
+  %2 = and i1 %tobool, %cmp49
+  br i1 %2, label %for.body16.lr.ph, label %return
+
+for.body16.lr.ph:
+  %num_slots.i = getelementptr i8, ptr %index, i64 32
+  %generations.i41 = getelementptr i8, ptr %index, i64 24
+  %checks.i42 = getelementptr i8, ptr %index, i64 16
+  %cells.i = getelementptr i8, ptr %index, i64 8
+  %cell_of.i44 = getelementptr i8, ptr %index, i64 40
+  br label %for.body16
 
 for.body6:
-  %i2.039 = phi i64 [ 0, %for.body6.lr.ph ], [ %inc9, %hide.exit ]
-  %arrayidx7 = getelementptr i64, ptr %slots, i64 %i2.039
-  %2 = load i64, ptr %arrayidx7, align 8
-  %3 = load ptr, ptr %cell_of.i, align 8
-  %arrayidx.i = getelementptr i32, ptr %3, i64 %2
-  %4 = load i32, ptr %arrayidx.i, align 4
-  %cmp.i = icmp slt i32 %4, 0
+  %i2.052 = phi i64 [ 0, %for.body6.lr.ph ], [ %inc9, %hide.exit ]
+  %arrayidx7 = getelementptr i64, ptr %slots, i64 %i2.052
+  %3 = load i64, ptr %arrayidx7, align 8
+  %4 = load ptr, ptr %cell_of.i, align 8
+  %arrayidx.i = getelementptr i32, ptr %4, i64 %3
+  %5 = load i32, ptr %arrayidx.i, align 4
+  %cmp.i = icmp slt i32 %5, 0
   br i1 %cmp.i, label %hide.exit, label %if.end.i
 
 if.end.i:
-  %5 = load ptr, ptr %checks.i, align 8
-  %arrayidx1.i = getelementptr i64, ptr %5, i64 %2
+  %6 = load ptr, ptr %checks.i, align 8
+  %arrayidx1.i = getelementptr i64, ptr %6, i64 %3
   store atomic i64 0, ptr %arrayidx1.i monotonic, align 8
-  %6 = load ptr, ptr %generations.i, align 8
-  %arrayidx2.i = getelementptr i64, ptr %6, i64 %2
+  %7 = load ptr, ptr %generations.i, align 8
+  %arrayidx2.i = getelementptr i64, ptr %7, i64 %3
   store atomic i64 -1, ptr %arrayidx2.i monotonic, align 8
-  %7 = load ptr, ptr %index, align 8
-  %idxprom.i = zext i32 %4 to i64
-  %arrayidx4.i = getelementptr i8, ptr %7, i64 %idxprom.i
+  %8 = load ptr, ptr %index, align 8
+  %idxprom.i = zext i32 %5 to i64
+  %arrayidx4.i = getelementptr i8, ptr %8, i64 %idxprom.i
   store atomic i8 0, ptr %arrayidx4.i monotonic, align 1
-  %8 = load ptr, ptr %cell_of.i, align 8
-  %arrayidx7.i = getelementptr i32, ptr %8, i64 %2
+  %9 = load ptr, ptr %cell_of.i, align 8
+  %arrayidx7.i = getelementptr i32, ptr %9, i64 %3
   store i32 -1, ptr %arrayidx7.i, align 4
   br label %hide.exit
 
 hide.exit:
-  %inc9 = add i64 %i2.039, 1
-  %exitcond41.not = icmp eq i64 %inc9, %count
-  br i1 %exitcond41.not, label %for.cond.cleanup5, label %for.body6
+  %inc9 = add i64 %i2.052, 1
+  %exitcond56.not = icmp eq i64 %inc9, %count
+  br i1 %exitcond56.not, label %for.cond13.preheader, label %for.body6
 
-for.body.lr.ph.i:
-  %num_slots.i = getelementptr i8, ptr %index, i64 32
-  %generations6.i = getelementptr i8, ptr %index, i64 24
-  %checks.i25 = getelementptr i8, ptr %index, i64 16
-  %cells.i = getelementptr i8, ptr %index, i64 8
-  %cell_of.i26 = getelementptr i8, ptr %index, i64 40
-  br label %for.body.i
-
-for.body.i:
-  %i.061.i = phi i64 [ 0, %for.body.lr.ph.i ], [ %inc.i, %cleanup.i ]
-  %arrayidx.i27 = getelementptr i64, ptr %tags, i64 %i.061.i
-  %9 = load i64, ptr %arrayidx.i27, align 8
-  %shr.i = lshr i64 %9, 32
-  %10 = load i64, ptr %num_slots.i, align 8
-  %mul.i = mul i64 %shr.i, %10
+for.body16:
+  %i12.054 = phi i64 [ 0, %for.body16.lr.ph ], [ %inc21, %show.exit ]
+  %arrayidx17 = getelementptr i64, ptr %tags, i64 %i12.054
+  %10 = load i64, ptr %arrayidx17, align 8
+  %shr.i = lshr i64 %10, 32
+  %11 = load i64, ptr %num_slots.i, align 8
+  %mul.i = mul i64 %11, %shr.i
   %shr1.i = lshr i64 %mul.i, 32
-  %11 = load ptr, ptr %index, align 8
-  %arrayidx2.i28 = getelementptr i64, ptr %11, i64 %shr1.i
-  %12 = load i64, ptr %arrayidx2.i28, align 8
-  %sub.i = add i64 %12, -72340172838076673
-  %not.i = and i64 %12, -9187201950435737472
+  %12 = load ptr, ptr %index, align 8
+  %arrayidx.i39 = getelementptr i64, ptr %12, i64 %shr1.i
+  %13 = load i64, ptr %arrayidx.i39, align 8
+  %sub.i = add i64 %13, -72340172838076673
+  %not.i = and i64 %13, -9187201950435737472
   %and.i = xor i64 %not.i, -9187201950435737472
-  %and3.i = and i64 %and.i, %sub.i
-  %tobool.not.i = icmp eq i64 %and3.i, 0
-  br i1 %tobool.not.i, label %cleanup.i, label %if.end.i29
+  %and2.i = and i64 %and.i, %sub.i
+  %tobool.not.i = icmp eq i64 %and2.i, 0
+  br i1 %tobool.not.i, label %show.exit, label %if.end.i40
 
-if.end.i29:
-  %mul4.i = shl i64 %shr1.i, 3
-  %13 = tail call i64 @llvm.cttz.i64(i64 %and3.i, i1 true)
-  %div59.i = lshr i64 %13, 3
-  %add.i = or i64 %div59.i, %mul4.i
-  %conv5.i = trunc i64 %add.i to i32
-  %14 = load ptr, ptr %generations6.i, align 8
-  %arrayidx7.i30 = getelementptr i64, ptr %slots, i64 %i.061.i
-  %15 = load i64, ptr %arrayidx7.i30, align 8
-  %arrayidx8.i = getelementptr i64, ptr %14, i64 %15
-  %arrayidx9.i = getelementptr i64, ptr %generations, i64 %i.061.i
-  %16 = load i64, ptr %arrayidx9.i, align 8
-  store atomic i64 %16, ptr %arrayidx8.i monotonic, align 8
-  %17 = load ptr, ptr %checks.i25, align 8
-  %18 = load i64, ptr %arrayidx7.i30, align 8
-  %arrayidx11.i = getelementptr i64, ptr %17, i64 %18
-  %mul14.i = mul i64 %16, -7046029254386353131
-  %19 = load i64, ptr %arrayidx.i27, align 8
-  %xor.i = xor i64 %19, %mul14.i
-  store atomic i64 %xor.i, ptr %arrayidx11.i monotonic, align 8
-  %20 = load ptr, ptr %cells.i, align 8
+if.end.i40:
+  %arrayidx19 = getelementptr i64, ptr %generations, i64 %i12.054
+  %14 = load i64, ptr %arrayidx19, align 8
+  %arrayidx18 = getelementptr i64, ptr %slots, i64 %i12.054
+  %15 = load i64, ptr %arrayidx18, align 8
+  %mul3.i = shl i64 %shr1.i, 3
+  %16 = tail call i64 @llvm.cttz.i64(i64 %and2.i, i1 true)
+  %div38.i = lshr i64 %16, 3
+  %add.i = or i64 %div38.i, %mul3.i
+  %conv4.i = trunc i64 %add.i to i32
+  %17 = load ptr, ptr %generations.i41, align 8
+  %arrayidx5.i = getelementptr i64, ptr %17, i64 %15
+  store atomic i64 %14, ptr %arrayidx5.i monotonic, align 8
+  %18 = load ptr, ptr %checks.i42, align 8
+  %arrayidx6.i = getelementptr i64, ptr %18, i64 %15
+  %mul8.i = mul i64 %14, -7046029254386353131
+  %xor.i = xor i64 %mul8.i, %10
+  store atomic i64 %xor.i, ptr %arrayidx6.i monotonic, align 8
+  %19 = load ptr, ptr %cells.i, align 8
   %sext.i = shl i64 %add.i, 32
-  %idxprom.i31 = ashr exact i64 %sext.i, 32
-  %arrayidx16.i = getelementptr i32, ptr %20, i64 %idxprom.i31
-  %21 = load i64, ptr %arrayidx7.i30, align 8
-  %conv19.i = trunc i64 %21 to i32
-  store atomic i32 %conv19.i, ptr %arrayidx16.i monotonic, align 4
-  %22 = load ptr, ptr %index, align 8
-  %arrayidx22.i = getelementptr i8, ptr %22, i64 %idxprom.i31
-  %23 = load i64, ptr %arrayidx.i27, align 8
-  %24 = trunc i64 %23 to i8
-  %conv26.i = or i8 %24, -128
-  store atomic i8 %conv26.i, ptr %arrayidx22.i monotonic, align 1
-  %25 = load ptr, ptr %cell_of.i26, align 8
-  %26 = load i64, ptr %arrayidx7.i30, align 8
-  %arrayidx28.i = getelementptr i32, ptr %25, i64 %26
-  store i32 %conv5.i, ptr %arrayidx28.i, align 4
-  br label %cleanup.i
+  %idxprom.i43 = ashr exact i64 %sext.i, 32
+  %arrayidx9.i = getelementptr i32, ptr %19, i64 %idxprom.i43
+  %conv11.i = trunc i64 %15 to i32
+  store atomic i32 %conv11.i, ptr %arrayidx9.i monotonic, align 4
+  %20 = load ptr, ptr %index, align 8
+  %arrayidx14.i = getelementptr i8, ptr %20, i64 %idxprom.i43
+  %21 = trunc i64 %10 to i8
+  %conv17.i = or i8 %21, -128
+  store atomic i8 %conv17.i, ptr %arrayidx14.i monotonic, align 1
+  %22 = load ptr, ptr %cell_of.i44, align 8
+  %arrayidx18.i = getelementptr i32, ptr %22, i64 %15
+  store i32 %conv4.i, ptr %arrayidx18.i, align 4
+  br label %show.exit
 
-cleanup.i:
-  %inc.i = add i64 %i.061.i, 1
-  %exitcond.not.i = icmp eq i64 %inc.i, %count
-  br i1 %exitcond.not.i, label %return, label %for.body.i
+show.exit:
+  %inc21 = add i64 %i12.054, 1
+  %cmp14 = icmp slt i64 %inc21, %count
+  br i1 %cmp14, label %for.body16, label %return
 
 return:
-  %retval.1 = phi i64 [ 1, %for.cond.cleanup5 ], [ 1, %for.cond3.preheader ], [ 1, %entry ], [ 1, %cleanup.i ], [ 0, %for.body ]
+  %retval.1 = phi i64 [ 1, %for.cond13.preheader ], [ 1, %for.cond3.preheader ], [ 1, %entry ], [ 1, %show.exit ], [ 0, %for.body ]
   ret i64 %retval.1
 }
 

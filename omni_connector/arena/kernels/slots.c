@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+/* Keeps the books of an arena's slots, for all blocks of a copy in one call: when the copy begins,
+ * when it has ended well, and when nobody holds its slots any more.
+ *
+ * arena/slot_pool.py says what each state means, and does the same with numpy.
+ *
+ * scripts/compile_kernels.py makes slots.ll of this file.
+ */
+#include "own_index.h"
+#include "rows.h"
+
+enum {
+    DEPTHS = 17,           // as in arena/eviction.py
+    NUM_PROMPTS = 1 << 13, // numbers of prompts are below this
+    HASHED_BYTES = 8,      // of a key, by which evicted contents are remembered
+};
+
+struct slots {
+    int64_t *generation; // of each slot, as are all arrays up to `depth`
+    int32_t *users;
+    uint8_t *busy, *ready, *keyed;
+    int64_t *tenant;
+    uint8_t *again, *favoured, *pinned;
+    int64_t *hash; // of its content
+    uint8_t *depth;
+    int64_t *past; // two entries for each slot: see `EvictionOrder._past`
+    uint8_t *past_depth;
+    double *new, *used_again; // numbers of contents, of each depth
+    uint8_t *marks;           // of each number of a prompt; all 0 between two calls
+    uint64_t num_slots;
+    double most_new; // contents after which `new` and `used_again` are halved
+};
+
+static const uint64_t LOWER_HALF = 0xFFFFFFFF;
+
+/* Contents begin to be copied into slots, and are remembered if they were evicted before. */
+static void remember(
+    const struct slots *slots, const struct row *rows, const int64_t *ids, int64_t count,
+    const int64_t *prompts, int64_t evicted)
+{
+    int64_t size = 2 * (int64_t)slots->num_slots;
+    uint8_t *remembered = slots->marks; // whether a later block of the prompt is
+    for (int64_t i = count - 1; i >= 0; i--) {
+        int64_t slot = ids[i], prompt = prompts ? prompts[i] : 0;
+        int64_t hash = (int64_t)(rows[i].words[0] ^ (rows[i].last_word & 0xFFFFFF));
+        uint8_t depth = prompt % DEPTHS;
+        slots->hash[slot] = hash;
+        slots->depth[slot] = depth;
+        if (evicted >= 0) {
+            int64_t place = hash % size + (hash % size < 0 ? size : 0);
+            uint64_t past = (uint64_t)slots->past[place];
+            uint64_t since = ((uint64_t)evicted - past) & LOWER_HALF;
+            if ((past ^ (uint64_t)hash) >> 32 == 0 && since <= slots->num_slots) {
+                remembered[prompt] = 1;
+                slots->depth[slot] = slots->past_depth[place];
+                slots->used_again[slots->past_depth[place]] += 1;
+            }
+        }
+        if (remembered[prompt])
+            slots->again[slot] = 1;
+        else
+            slots->new[depth] += 1;
+    }
+    for (int64_t i = 0; i < count; i++)
+        remembered[prompts ? prompts[i] : 0] = 0;
+    double sum = 0;
+    for (int depth = 0; depth < DEPTHS; depth++)
+        sum += slots->new[depth];
+    for (int depth = 0; sum > slots->most_new && depth < DEPTHS; depth++) {
+        slots->new[depth] /= 2;
+        slots->used_again[depth] /= 2;
+    }
+}
+
+/* Copies of new blocks begin, into slots that nobody holds and that have left the eviction order.
+ *
+ * index, listed: of peers, and the tag of each slot; both null where no peer looks anything up.
+ * tags, tenants: of each block. prompts: null where all are of one prompt of depth 0.
+ * evicted: number of evictions, negative where nothing is remembered.
+ *
+ * Returns 1 if all have one tenant, else 0; -1, and changes nothing, if a key is too short or the
+ * number of a prompt too large. */
+int64_t begin(
+    const struct slots *slots, struct table *table, const struct own_index *index, uint64_t *listed,
+    const struct row *rows, const int64_t *ids, int64_t count, const uint64_t *tags,
+    const int64_t *tenants, const int64_t *prompts, int64_t evicted)
+{
+    int64_t same = 1;
+    for (int64_t i = 0; i < count; i++) {
+        if (rows[i].last_word >> 24 < HASHED_BYTES || (prompts && (uint64_t)prompts[i] >= NUM_PROMPTS))
+            return -1;
+        same &= tenants[i] == tenants[0];
+    }
+    for (int64_t i = 0; i < count; i++) {
+        int64_t slot = ids[i];
+        if (index) {
+            hide(index, slot);
+            listed[slot] = tags[i];
+        }
+        slots->generation[slot] += 1;
+        slots->ready[slot] = slots->keyed[slot] = 0;
+        slots->users[slot] = slots->busy[slot] = 1;
+        slots->tenant[slot] = tenants[i];
+    }
+    for (int64_t i = 0; i < count; i++)
+        name_entry(table, &rows[i], (int32_t)ids[i]);
+    remember(slots, rows, ids, count, prompts, evicted);
+    return same;
+}
+
+/* Copies into slots have ended well: peers find those that have a key. Returns how many slots
+ * nobody holds. */
+int64_t filled(
+    const struct slots *slots, const struct own_index *index, const uint64_t *listed,
+    const int64_t *ids, int64_t count)
+{
+    int64_t unheld = 0;
+    for (int64_t i = 0; i < count; i++) {
+        slots->busy[ids[i]] = 0;
+        slots->ready[ids[i]] = 1;
+        unheld += slots->users[ids[i]] == 0;
+        if (index && slots->keyed[ids[i]])
+            hide(index, ids[i]);
+    }
+    for (int64_t i = 0; index && i < count; i++)
+        if (slots->keyed[ids[i]])
+            show(index, listed[ids[i]], ids[i], slots->generation[ids[i]]);
+    return unheld;
+}
+
+/* One user less holds each of the slots, which are different ones. Returns whether all are cached
+ * now, and are to be evicted like slots that were used once. */
+int64_t let_go(const struct slots *slots, const int64_t *ids, int64_t count)
+{
+    int64_t ordinary = 1;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t slot = ids[i];
+        slots->users[slot] -= 1;
+        ordinary &= slots->users[slot] == 0 && slots->ready[slot] && slots->keyed[slot] &&
+                    !slots->busy[slot] && !slots->again[slot] && !slots->favoured[slot] &&
+                    !slots->pinned[slot];
+    }
+    return ordinary;
+}

@@ -1,0 +1,813 @@
+; clang 19, sha256 of the C 06525b0a0dcc1bc2
+; scripts/compile_kernels.py has made this file.
+
+%struct.row = type <{ [4 x i64], i32 }>
+
+define i64 @begin(ptr %slots, ptr %table, ptr %index, ptr %listed, ptr %rows, ptr %ids, i64 %count, ptr %tags, ptr %tenants, ptr %prompts, i64 %evicted) {
+entry:
+  %cmp.not96 = icmp sgt i64 %count, 0
+  br i1 %cmp.not96, label %for.body.lr.ph, label %for.cond64.preheader.i
+
+for.body.lr.ph:
+  %tobool.not = icmp eq ptr %prompts, null
+  br label %for.body
+
+for.cond9.preheader:
+  br i1 %cmp.not96, label %for.body13.lr.ph, label %for.cond64.preheader.i
+
+for.body13.lr.ph:
+  %tobool15.not = icmp eq ptr %index, null
+  %cell_of.i = getelementptr i8, ptr %index, i64 40
+  %checks.i = getelementptr i8, ptr %index, i64 16
+  %generations.i = getelementptr i8, ptr %index, i64 24
+  %keyed = getelementptr i8, ptr %slots, i64 32
+  %ready = getelementptr i8, ptr %slots, i64 24
+  %busy = getelementptr i8, ptr %slots, i64 16
+  %users = getelementptr i8, ptr %slots, i64 8
+  %tenant = getelementptr i8, ptr %slots, i64 40
+  br label %for.body13
+
+for.body:
+  %i.098 = phi i64 [ 0, %for.body.lr.ph ], [ %inc, %if.end ]
+  %same.097 = phi i64 [ 1, %for.body.lr.ph ], [ %and, %if.end ]
+  %last_word = getelementptr %struct.row, ptr %rows, i64 %i.098, i32 1
+  %0 = load i32, ptr %last_word, align 1
+  %cmp1 = icmp ult i32 %0, 134217728
+  br i1 %cmp1, label %cleanup44, label %lor.lhs.false
+
+lor.lhs.false:
+  br i1 %tobool.not, label %if.end, label %land.lhs.true
+
+land.lhs.true:
+  %arrayidx2 = getelementptr i64, ptr %prompts, i64 %i.098
+  %1 = load i64, ptr %arrayidx2, align 8
+  %cmp3 = icmp ugt i64 %1, 8191
+  br i1 %cmp3, label %cleanup44, label %if.end
+
+if.end:
+  %arrayidx4 = getelementptr i64, ptr %tenants, i64 %i.098
+  %2 = load i64, ptr %arrayidx4, align 8
+  %3 = load i64, ptr %tenants, align 8
+  %cmp6 = icmp eq i64 %2, %3
+  %and = select i1 %cmp6, i64 %same.097, i64 0
+  %inc = add i64 %i.098, 1
+  %exitcond.not = icmp eq i64 %inc, %count
+  br i1 %exitcond.not, label %for.cond9.preheader, label %for.body
+
+for.cond32.preheader:
+  br i1 %cmp.not96, label %for.body36.lr.ph, label %for.cond64.preheader.i
+
+for.body36.lr.ph:
+  %num_buckets.i.i = getelementptr i8, ptr %table, i64 40
+  %first.i.i = getelementptr i8, ptr %table, i64 32
+  %alive.i.i = getelementptr i8, ptr %table, i64 8
+  %next.i.i = getelementptr i8, ptr %table, i64 16
+  %bucket4.i = getelementptr i8, ptr %table, i64 24
+  br label %for.body36
+
+for.body13:
+  %i8.0100 = phi i64 [ 0, %for.body13.lr.ph ], [ %inc28, %if.end19 ]
+  %arrayidx14 = getelementptr i64, ptr %ids, i64 %i8.0100
+  %4 = load i64, ptr %arrayidx14, align 8
+  br i1 %tobool15.not, label %if.end19, label %if.then16
+
+if.then16:
+  %5 = load ptr, ptr %cell_of.i, align 8
+  %arrayidx.i = getelementptr i32, ptr %5, i64 %4
+  %6 = load i32, ptr %arrayidx.i, align 4
+  %cmp.i = icmp slt i32 %6, 0
+  br i1 %cmp.i, label %hide.exit, label %if.end.i
+
+if.end.i:
+  %7 = load ptr, ptr %checks.i, align 8
+  %arrayidx1.i = getelementptr i64, ptr %7, i64 %4
+  store atomic i64 0, ptr %arrayidx1.i monotonic, align 8
+  %8 = load ptr, ptr %generations.i, align 8
+  %arrayidx2.i = getelementptr i64, ptr %8, i64 %4
+  store atomic i64 -1, ptr %arrayidx2.i monotonic, align 8
+  %9 = load ptr, ptr %index, align 8
+  %idxprom.i = zext i32 %6 to i64
+  %arrayidx4.i = getelementptr i8, ptr %9, i64 %idxprom.i
+  store atomic i8 0, ptr %arrayidx4.i monotonic, align 1
+  %10 = load ptr, ptr %cell_of.i, align 8
+  %arrayidx7.i = getelementptr i32, ptr %10, i64 %4
+  store i32 -1, ptr %arrayidx7.i, align 4
+  br label %hide.exit
+
+hide.exit:
+  %arrayidx17 = getelementptr i64, ptr %tags, i64 %i8.0100
+  %11 = load i64, ptr %arrayidx17, align 8
+  %arrayidx18 = getelementptr i64, ptr %listed, i64 %4
+  store i64 %11, ptr %arrayidx18, align 8
+  br label %if.end19
+
+if.end19:
+  %12 = load ptr, ptr %slots, align 8
+  %arrayidx20 = getelementptr i64, ptr %12, i64 %4
+  %13 = load i64, ptr %arrayidx20, align 8
+  %add = add i64 %13, 1
+  store i64 %add, ptr %arrayidx20, align 8
+  %14 = load ptr, ptr %keyed, align 8
+  %arrayidx21 = getelementptr i8, ptr %14, i64 %4
+  store i8 0, ptr %arrayidx21, align 1
+  %15 = load ptr, ptr %ready, align 8
+  %arrayidx22 = getelementptr i8, ptr %15, i64 %4
+  store i8 0, ptr %arrayidx22, align 1
+  %16 = load ptr, ptr %busy, align 8
+  %arrayidx23 = getelementptr i8, ptr %16, i64 %4
+  store i8 1, ptr %arrayidx23, align 1
+  %17 = load ptr, ptr %users, align 8
+  %arrayidx24 = getelementptr i32, ptr %17, i64 %4
+  store i32 1, ptr %arrayidx24, align 4
+  %arrayidx25 = getelementptr i64, ptr %tenants, i64 %i8.0100
+  %18 = load i64, ptr %arrayidx25, align 8
+  %19 = load ptr, ptr %tenant, align 8
+  %arrayidx26 = getelementptr i64, ptr %19, i64 %4
+  store i64 %18, ptr %arrayidx26, align 8
+  %inc28 = add i64 %i8.0100, 1
+  %exitcond104.not = icmp eq i64 %inc28, %count
+  br i1 %exitcond104.not, label %for.cond32.preheader, label %for.body13
+
+for.cond.cleanup35:
+  %num_slots.i = getelementptr i8, ptr %slots, i64 128
+  %20 = load i64, ptr %num_slots.i, align 8
+  %mul.i = shl i64 %20, 1
+  %marks.i = getelementptr i8, ptr %slots, i64 120
+  %21 = load ptr, ptr %marks.i, align 8
+  br i1 %cmp.not96, label %for.body.lr.ph.i, label %for.cond64.preheader.i
+
+for.body.lr.ph.i:
+  %tobool.not.i = icmp eq ptr %prompts, null
+  %hash6.i = getelementptr i8, ptr %slots, i64 72
+  %depth8.i = getelementptr i8, ptr %slots, i64 80
+  %cmp10.i = icmp sgt i64 %evicted, -1
+  %past20.i = getelementptr i8, ptr %slots, i64 88
+  %past_depth.i = getelementptr i8, ptr %slots, i64 96
+  %used_again.i = getelementptr i8, ptr %slots, i64 112
+  %again.i = getelementptr i8, ptr %slots, i64 48
+  %new.i = getelementptr i8, ptr %slots, i64 104
+  br label %for.body.i
+
+for.body.i:
+  %i.0146.in.i = phi i64 [ %count, %for.body.lr.ph.i ], [ %i.0146.i, %if.end47.i ]
+  %i.0146.i = add i64 %i.0146.in.i, -1
+  %arrayidx.i82 = getelementptr i64, ptr %ids, i64 %i.0146.i
+  %22 = load i64, ptr %arrayidx.i82, align 8
+  br i1 %tobool.not.i, label %cond.end.i, label %cond.true.i
+
+cond.true.i:
+  %arrayidx1.i83 = getelementptr i64, ptr %prompts, i64 %i.0146.i
+  %23 = load i64, ptr %arrayidx1.i83, align 8
+  br label %cond.end.i
+
+cond.end.i:
+  %cond.i = phi i64 [ %23, %cond.true.i ], [ 0, %for.body.i ]
+  %arrayidx2.i84 = getelementptr %struct.row, ptr %rows, i64 %i.0146.i
+  %24 = load i64, ptr %arrayidx2.i84, align 1
+  %last_word.i = getelementptr i8, ptr %arrayidx2.i84, i64 32
+  %25 = load i32, ptr %last_word.i, align 1
+  %and.i = and i32 %25, 16777215
+  %conv.i = zext i32 %and.i to i64
+  %xor.i = xor i64 %24, %conv.i
+  %rem.i = srem i64 %cond.i, 17
+  %conv5.i = trunc i64 %rem.i to i8
+  %26 = load ptr, ptr %hash6.i, align 8
+  %arrayidx7.i85 = getelementptr i64, ptr %26, i64 %22
+  store i64 %xor.i, ptr %arrayidx7.i85, align 8
+  %27 = load ptr, ptr %depth8.i, align 8
+  %arrayidx9.i = getelementptr i8, ptr %27, i64 %22
+  store i8 %conv5.i, ptr %arrayidx9.i, align 1
+  br i1 %cmp10.i, label %if.then.i, label %if.end39.i
+
+if.then.i:
+  %rem12.i = srem i64 %xor.i, %mul.i
+  %cmp14.i = icmp slt i64 %rem12.i, 0
+  %cond19.i = select i1 %cmp14.i, i64 %mul.i, i64 0
+  %add.i = add i64 %cond19.i, %rem12.i
+  %28 = load ptr, ptr %past20.i, align 8
+  %arrayidx21.i = getelementptr i64, ptr %28, i64 %add.i
+  %29 = load i64, ptr %arrayidx21.i, align 8
+  %xor24.i = xor i64 %29, %24
+  %cmp25.i = icmp ult i64 %xor24.i, 4294967296
+  br i1 %cmp25.i, label %land.lhs.true.i, label %if.end39.i
+
+land.lhs.true.i:
+  %sub22.i = sub i64 %evicted, %29
+  %and23.i = and i64 %sub22.i, 4294967295
+  %30 = load i64, ptr %num_slots.i, align 8
+  %cmp28.not.i = icmp ugt i64 %and23.i, %30
+  br i1 %cmp28.not.i, label %if.end39.i, label %if.then30.i
+
+if.then30.i:
+  %arrayidx31.i = getelementptr i8, ptr %21, i64 %cond.i
+  store i8 1, ptr %arrayidx31.i, align 1
+  %31 = load ptr, ptr %past_depth.i, align 8
+  %arrayidx32.i = getelementptr i8, ptr %31, i64 %add.i
+  %32 = load i8, ptr %arrayidx32.i, align 1
+  %33 = load ptr, ptr %depth8.i, align 8
+  %arrayidx34.i = getelementptr i8, ptr %33, i64 %22
+  store i8 %32, ptr %arrayidx34.i, align 1
+  %34 = load ptr, ptr %used_again.i, align 8
+  %35 = load ptr, ptr %past_depth.i, align 8
+  %arrayidx36.i = getelementptr i8, ptr %35, i64 %add.i
+  %36 = load i8, ptr %arrayidx36.i, align 1
+  %idxprom.i87 = zext i8 %36 to i64
+  %arrayidx37.i = getelementptr double, ptr %34, i64 %idxprom.i87
+  %37 = load double, ptr %arrayidx37.i, align 8
+  %add38.i = fadd double %37, 1.000000e+00
+  store double %add38.i, ptr %arrayidx37.i, align 8
+  br label %if.end39.i
+
+if.end39.i:
+  %arrayidx40.i = getelementptr i8, ptr %21, i64 %cond.i
+  %38 = load i8, ptr %arrayidx40.i, align 1
+  %tobool41.not.i = icmp eq i8 %38, 0
+  br i1 %tobool41.not.i, label %if.else.i, label %if.then42.i
+
+if.then42.i:
+  %39 = load ptr, ptr %again.i, align 8
+  %arrayidx43.i = getelementptr i8, ptr %39, i64 %22
+  store i8 1, ptr %arrayidx43.i, align 1
+  br label %if.end47.i
+
+if.else.i:
+  %40 = load ptr, ptr %new.i, align 8
+  %idxprom44.i = and i64 %rem.i, 255
+  %arrayidx45.i = getelementptr double, ptr %40, i64 %idxprom44.i
+  %41 = load double, ptr %arrayidx45.i, align 8
+  %add46.i = fadd double %41, 1.000000e+00
+  store double %add46.i, ptr %arrayidx45.i, align 8
+  br label %if.end47.i
+
+if.end47.i:
+  %cmp.i86 = icmp ugt i64 %i.0146.in.i, 1
+  br i1 %cmp.i86, label %for.body.i, label %for.body53.i.preheader
+
+for.body53.i.preheader:
+  %xtraiter = and i64 %count, 3
+  %42 = icmp ult i64 %count, 4
+  br i1 %42, label %for.cond64.preheader.i.loopexit.unr-lcssa, label %for.body53.i.preheader.new
+
+for.body53.i.preheader.new:
+  %unroll_iter = and i64 %count, 9223372036854775804
+  br label %for.body53.i
+
+for.cond64.preheader.i.loopexit.unr-lcssa:
+  %i48.0148.i.unr = phi i64 [ 0, %for.body53.i.preheader ], [ %inc.i.3, %cond.end58.i.3 ]
+  %lcmp.mod.not = icmp eq i64 %xtraiter, 0
+  br i1 %lcmp.mod.not, label %for.cond64.preheader.i, label %for.body53.i.epil
+
+for.body53.i.epil:
+  %i48.0148.i.epil = phi i64 [ %inc.i.epil, %cond.end58.i.epil ], [ %i48.0148.i.unr, %for.cond64.preheader.i.loopexit.unr-lcssa ]
+  %epil.iter = phi i64 [ %epil.iter.next, %cond.end58.i.epil ], [ 0, %for.cond64.preheader.i.loopexit.unr-lcssa ]
+  br i1 %tobool.not.i, label %cond.end58.i.epil, label %cond.true55.i.epil
+
+cond.true55.i.epil:
+  %arrayidx56.i.epil = getelementptr i64, ptr %prompts, i64 %i48.0148.i.epil
+  %43 = load i64, ptr %arrayidx56.i.epil, align 8
+  br label %cond.end58.i.epil
+
+cond.end58.i.epil:
+  %cond59.i.epil = phi i64 [ %43, %cond.true55.i.epil ], [ 0, %for.body53.i.epil ]
+  %arrayidx60.i.epil = getelementptr i8, ptr %21, i64 %cond59.i.epil
+  store i8 0, ptr %arrayidx60.i.epil, align 1
+  %inc.i.epil = add i64 %i48.0148.i.epil, 1
+  %epil.iter.next = add i64 %epil.iter, 1
+  %epil.iter.cmp.not = icmp eq i64 %epil.iter.next, %xtraiter
+  br i1 %epil.iter.cmp.not, label %for.cond64.preheader.i, label %for.body53.i.epil
+
+for.cond64.preheader.i:
+  %same.0.lcssa107109114 = phi i64 [ %and, %for.cond.cleanup35 ], [ %and, %for.cond32.preheader ], [ %and, %for.cond9.preheader ], [ 1, %entry ], [ %and, %cond.end58.i.epil ], [ %and, %for.cond64.preheader.i.loopexit.unr-lcssa ]
+  %new69.i = getelementptr i8, ptr %slots, i64 104
+  %44 = load ptr, ptr %new69.i, align 8
+  %45 = load double, ptr %44, align 8
+  %add72.i = fadd double %45, 0.000000e+00
+  %arrayidx71.1.i = getelementptr i8, ptr %44, i64 8
+  %46 = load double, ptr %arrayidx71.1.i, align 8
+  %add72.1.i = fadd double %add72.i, %46
+  %arrayidx71.2.i = getelementptr i8, ptr %44, i64 16
+  %47 = load double, ptr %arrayidx71.2.i, align 8
+  %add72.2.i = fadd double %add72.1.i, %47
+  %arrayidx71.3.i = getelementptr i8, ptr %44, i64 24
+  %48 = load double, ptr %arrayidx71.3.i, align 8
+  %add72.3.i = fadd double %add72.2.i, %48
+  %arrayidx71.4.i = getelementptr i8, ptr %44, i64 32
+  %49 = load double, ptr %arrayidx71.4.i, align 8
+  %add72.4.i = fadd double %add72.3.i, %49
+  %arrayidx71.5.i = getelementptr i8, ptr %44, i64 40
+  %50 = load double, ptr %arrayidx71.5.i, align 8
+  %add72.5.i = fadd double %add72.4.i, %50
+  %arrayidx71.6.i = getelementptr i8, ptr %44, i64 48
+  %51 = load double, ptr %arrayidx71.6.i, align 8
+  %add72.6.i = fadd double %add72.5.i, %51
+  %arrayidx71.7.i = getelementptr i8, ptr %44, i64 56
+  %52 = load double, ptr %arrayidx71.7.i, align 8
+  %add72.7.i = fadd double %add72.6.i, %52
+  %arrayidx71.8.i = getelementptr i8, ptr %44, i64 64
+  %53 = load double, ptr %arrayidx71.8.i, align 8
+  %add72.8.i = fadd double %add72.7.i, %53
+  %arrayidx71.9.i = getelementptr i8, ptr %44, i64 72
+  %54 = load double, ptr %arrayidx71.9.i, align 8
+  %add72.9.i = fadd double %add72.8.i, %54
+  %arrayidx71.10.i = getelementptr i8, ptr %44, i64 80
+  %55 = load double, ptr %arrayidx71.10.i, align 8
+  %add72.10.i = fadd double %add72.9.i, %55
+  %arrayidx71.11.i = getelementptr i8, ptr %44, i64 88
+  %56 = load double, ptr %arrayidx71.11.i, align 8
+  %add72.11.i = fadd double %add72.10.i, %56
+  %arrayidx71.12.i = getelementptr i8, ptr %44, i64 96
+  %57 = load double, ptr %arrayidx71.12.i, align 8
+  %add72.12.i = fadd double %add72.11.i, %57
+  %arrayidx71.13.i = getelementptr i8, ptr %44, i64 104
+  %58 = load double, ptr %arrayidx71.13.i, align 8
+  %add72.13.i = fadd double %add72.12.i, %58
+  %arrayidx71.14.i = getelementptr i8, ptr %44, i64 112
+  %59 = load double, ptr %arrayidx71.14.i, align 8
+  %add72.14.i = fadd double %add72.13.i, %59
+  %arrayidx71.15.i = getelementptr i8, ptr %44, i64 120
+  %60 = load double, ptr %arrayidx71.15.i, align 8
+  %add72.15.i = fadd double %add72.14.i, %60
+  %arrayidx71.16.i = getelementptr i8, ptr %44, i64 128
+  %61 = load double, ptr %arrayidx71.16.i, align 8
+  %add72.16.i = fadd double %add72.15.i, %61
+  %most_new.i = getelementptr i8, ptr %slots, i64 136
+  %62 = load double, ptr %most_new.i, align 8
+  %cmp78151.i = fcmp ogt double %add72.16.i, %62
+  br i1 %cmp78151.i, label %for.body83.lr.ph.i, label %cleanup44
+
+for.body53.i:
+  %i48.0148.i = phi i64 [ 0, %for.body53.i.preheader.new ], [ %inc.i.3, %cond.end58.i.3 ]
+  %niter = phi i64 [ 0, %for.body53.i.preheader.new ], [ %niter.next.3, %cond.end58.i.3 ]
+  br i1 %tobool.not.i, label %cond.end58.i.1.critedge, label %cond.true55.i
+
+cond.true55.i:
+  %arrayidx56.i = getelementptr i64, ptr %prompts, i64 %i48.0148.i
+  %63 = load i64, ptr %arrayidx56.i, align 8
+  %arrayidx60.i = getelementptr i8, ptr %21, i64 %63
+  store i8 0, ptr %arrayidx60.i, align 1
+  %inc.i = or i64 %i48.0148.i, 1
+  %arrayidx56.i.1 = getelementptr i64, ptr %prompts, i64 %inc.i
+  %64 = load i64, ptr %arrayidx56.i.1, align 8
+  br label %cond.end58.i.1
+
+cond.end58.i.1.critedge:
+  store i8 0, ptr %21, align 1
+  br label %cond.end58.i.1
+
+cond.end58.i.1:
+  %cond59.i.1 = phi i64 [ %64, %cond.true55.i ], [ 0, %cond.end58.i.1.critedge ]
+  %arrayidx60.i.1 = getelementptr i8, ptr %21, i64 %cond59.i.1
+  store i8 0, ptr %arrayidx60.i.1, align 1
+  br i1 %tobool.not.i, label %cond.end58.i.3.critedge, label %cond.true55.i.2
+
+cond.true55.i.2:
+  %inc.i.1 = or i64 %i48.0148.i, 2
+  %arrayidx56.i.2 = getelementptr i64, ptr %prompts, i64 %inc.i.1
+  %65 = load i64, ptr %arrayidx56.i.2, align 8
+  %arrayidx60.i.2 = getelementptr i8, ptr %21, i64 %65
+  store i8 0, ptr %arrayidx60.i.2, align 1
+  %inc.i.2 = or i64 %i48.0148.i, 3
+  %arrayidx56.i.3 = getelementptr i64, ptr %prompts, i64 %inc.i.2
+  %66 = load i64, ptr %arrayidx56.i.3, align 8
+  br label %cond.end58.i.3
+
+cond.end58.i.3.critedge:
+  store i8 0, ptr %21, align 1
+  br label %cond.end58.i.3
+
+cond.end58.i.3:
+  %cond59.i.3 = phi i64 [ %66, %cond.true55.i.2 ], [ 0, %cond.end58.i.3.critedge ]
+  %arrayidx60.i.3 = getelementptr i8, ptr %21, i64 %cond59.i.3
+  store i8 0, ptr %arrayidx60.i.3, align 1
+  %inc.i.3 = add i64 %i48.0148.i, 4
+  %niter.next.3 = add i64 %niter, 4
+  %niter.ncmp.3 = icmp eq i64 %niter.next.3, %unroll_iter
+  br i1 %niter.ncmp.3, label %for.cond64.preheader.i.loopexit.unr-lcssa, label %for.body53.i
+
+for.body83.lr.ph.i:
+  %used_again87.i = getelementptr i8, ptr %slots, i64 112
+  br label %for.body83.i
+
+for.body83.i:
+  %indvars.iv.i = phi i64 [ 0, %for.body83.lr.ph.i ], [ %indvars.iv.next.i, %for.body83.i ]
+  %67 = load ptr, ptr %new69.i, align 8
+  %arrayidx86.i = getelementptr double, ptr %67, i64 %indvars.iv.i
+  %68 = load double, ptr %arrayidx86.i, align 8
+  %div.i = fmul double %68, 5.000000e-01
+  store double %div.i, ptr %arrayidx86.i, align 8
+  %69 = load ptr, ptr %used_again87.i, align 8
+  %arrayidx89.i = getelementptr double, ptr %69, i64 %indvars.iv.i
+  %70 = load double, ptr %arrayidx89.i, align 8
+  %div90.i = fmul double %70, 5.000000e-01
+  store double %div90.i, ptr %arrayidx89.i, align 8
+  %indvars.iv.next.i = add i64 %indvars.iv.i, 1
+  %71 = load double, ptr %most_new.i, align 8
+  %cmp78.i = fcmp ogt double %add72.16.i, %71
+  %cmp80.i = icmp ult i64 %indvars.iv.i, 16
+  %72 = and i1 %cmp80.i, %cmp78.i
+  br i1 %72, label %for.body83.i, label %cleanup44
+
+for.body36:
+  %i31.0102 = phi i64 [ 0, %for.body36.lr.ph ], [ %inc41, %name_entry.exit ]
+  %arrayidx37 = getelementptr %struct.row, ptr %rows, i64 %i31.0102
+  %arrayidx38 = getelementptr i64, ptr %ids, i64 %i31.0102
+  %73 = load i64, ptr %arrayidx38, align 8
+  %conv39 = trunc i64 %73 to i32
+  %last_word.i.i = getelementptr i8, ptr %arrayidx37, i64 32
+  %74 = load i32, ptr %last_word.i.i, align 1
+  %conv.i.i = zext i32 %74 to i64
+  %hash.09.i.i = mul i64 %conv.i.i, -7046029254386353131
+  %arrayidx.i.i = getelementptr i8, ptr %arrayidx37, i64 24
+  %75 = load i64, ptr %arrayidx.i.i, align 1
+  %or.i.i.i = tail call i64 @llvm.fshl.i64(i64 %hash.09.i.i, i64 %hash.09.i.i, i64 29)
+  %xor.i.i.i = xor i64 %or.i.i.i, %75
+  %hash.0.i.i = mul i64 %xor.i.i.i, -7046029254386353131
+  %arrayidx.1.i.i = getelementptr i8, ptr %arrayidx37, i64 16
+  %76 = load i64, ptr %arrayidx.1.i.i, align 1
+  %or.i.1.i.i = tail call i64 @llvm.fshl.i64(i64 %hash.0.i.i, i64 %hash.0.i.i, i64 29)
+  %xor.i.1.i.i = xor i64 %or.i.1.i.i, %76
+  %hash.0.1.i.i = mul i64 %xor.i.1.i.i, -7046029254386353131
+  %arrayidx.2.i.i = getelementptr i8, ptr %arrayidx37, i64 8
+  %77 = load i64, ptr %arrayidx.2.i.i, align 1
+  %or.i.2.i.i = tail call i64 @llvm.fshl.i64(i64 %hash.0.1.i.i, i64 %hash.0.1.i.i, i64 29)
+  %xor.i.2.i.i = xor i64 %or.i.2.i.i, %77
+  %hash.0.2.i.i = mul i64 %xor.i.2.i.i, -7046029254386353131
+  %78 = load i64, ptr %arrayidx37, align 1
+  %or.i.3.i.i = tail call i64 @llvm.fshl.i64(i64 %hash.0.2.i.i, i64 %hash.0.2.i.i, i64 29)
+  %xor.i.3.i.i = xor i64 %or.i.3.i.i, %78
+  %hash.0.3.i.i = mul i64 %xor.i.3.i.i, -7046029254386353131
+  %shr.i.i = lshr i64 %hash.0.3.i.i, 32
+  %79 = load i64, ptr %num_buckets.i.i, align 8
+  %mul.i.i = mul i64 %shr.i.i, %79
+  %shr3.i.i = lshr i64 %mul.i.i, 32
+  %cmp.i88 = icmp ult i32 %74, 16777216
+  br i1 %cmp.i88, label %name_entry.exit, label %lor.lhs.false.i
+
+lor.lhs.false.i:
+  %80 = load ptr, ptr %first.i.i, align 8
+  %arrayidx.i62.i = getelementptr i32, ptr %80, i64 %shr3.i.i
+  %entry1.017.i.i = load i32, ptr %arrayidx.i62.i, align 4
+  %cmp18.i.i = icmp sgt i32 %entry1.017.i.i, -1
+  br i1 %cmp18.i.i, label %land.rhs.lr.ph.i.i, label %if.end.i89
+
+land.rhs.lr.ph.i.i:
+  %81 = load ptr, ptr %table, align 8
+  br label %land.rhs.i.i
+
+land.rhs.i.i:
+  %entry1.019.i.i = phi i32 [ %entry1.017.i.i, %land.rhs.lr.ph.i.i ], [ %entry1.0.i.i, %while.body.i.i ]
+  %idxprom.i.i = zext i32 %entry1.019.i.i to i64
+  %arrayidx2.i.i = getelementptr %struct.row, ptr %81, i64 %idxprom.i.i
+  %last_word.i.i.i = getelementptr i8, ptr %arrayidx2.i.i, i64 32
+  %82 = load i32, ptr %last_word.i.i.i, align 1
+  %xor.i.i63.i = xor i32 %82, %74
+  %conv.i.i.i = zext i32 %xor.i.i63.i to i64
+  %83 = load i64, ptr %arrayidx2.i.i, align 1
+  %xor6.i.i.i = xor i64 %83, %78
+  %or.i.i64.i = or i64 %xor6.i.i.i, %conv.i.i.i
+  %arrayidx.1.i.i.i = getelementptr i8, ptr %arrayidx2.i.i, i64 8
+  %84 = load i64, ptr %arrayidx.1.i.i.i, align 1
+  %xor6.1.i.i.i = xor i64 %84, %77
+  %or.1.i.i.i = or i64 %or.i.i64.i, %xor6.1.i.i.i
+  %arrayidx.2.i.i.i = getelementptr i8, ptr %arrayidx2.i.i, i64 16
+  %85 = load i64, ptr %arrayidx.2.i.i.i, align 1
+  %xor6.2.i.i.i = xor i64 %85, %76
+  %or.2.i.i.i = or i64 %or.1.i.i.i, %xor6.2.i.i.i
+  %arrayidx.3.i.i.i = getelementptr i8, ptr %arrayidx2.i.i, i64 24
+  %86 = load i64, ptr %arrayidx.3.i.i.i, align 1
+  %xor6.3.i.i.i = xor i64 %86, %75
+  %or.3.i.i.i = or i64 %or.2.i.i.i, %xor6.3.i.i.i
+  %cmp7.i.not.i.i = icmp eq i64 %or.3.i.i.i, 0
+  br i1 %cmp7.i.not.i.i, label %land.rhs3.i.i, label %while.body.i.i
+
+land.rhs3.i.i:
+  %87 = load ptr, ptr %alive.i.i, align 8
+  %arrayidx5.i.i = getelementptr i8, ptr %87, i64 %idxprom.i.i
+  %88 = load i8, ptr %arrayidx5.i.i, align 1
+  %tobool6.not.i.i = icmp eq i8 %88, 0
+  br i1 %tobool6.not.i.i, label %while.body.i.i, label %name_entry.exit
+
+while.body.i.i:
+  %89 = load ptr, ptr %next.i.i, align 8
+  %arrayidx9.i.i = getelementptr i32, ptr %89, i64 %idxprom.i.i
+  %entry1.0.i.i = load i32, ptr %arrayidx9.i.i, align 4
+  %cmp.i.i = icmp sgt i32 %entry1.0.i.i, -1
+  br i1 %cmp.i.i, label %land.rhs.i.i, label %if.end.i89
+
+if.end.i89:
+  %90 = load ptr, ptr %bucket4.i, align 8
+  %sext = shl i64 %73, 32
+  %idxprom.i90 = ashr exact i64 %sext, 32
+  %arrayidx.i91 = getelementptr i32, ptr %90, i64 %idxprom.i90
+  %91 = load i32, ptr %arrayidx.i91, align 4
+  %cmp5.i = icmp sgt i32 %91, -1
+  br i1 %cmp5.i, label %if.then6.i, label %if.end18.i
+
+if.then6.i:
+  %idxprom10.i = zext i32 %91 to i64
+  %arrayidx11.i = getelementptr i32, ptr %80, i64 %idxprom10.i
+  %92 = load i32, ptr %arrayidx11.i, align 4
+  %cmp12.not67.i = icmp eq i32 %92, %conv39
+  %.pre.i = load ptr, ptr %next.i.i, align 8
+  br i1 %cmp12.not67.i, label %while.end.i, label %while.body.i
+
+while.body.i:
+  %93 = phi i32 [ %94, %while.body.i ], [ %92, %if.then6.i ]
+  %idxprom13.i = sext i32 %93 to i64
+  %arrayidx14.i = getelementptr i32, ptr %.pre.i, i64 %idxprom13.i
+  %94 = load i32, ptr %arrayidx14.i, align 4
+  %cmp12.not.i = icmp eq i32 %94, %conv39
+  br i1 %cmp12.not.i, label %while.end.i.loopexit, label %while.body.i
+
+while.end.i.loopexit:
+  %arrayidx14.i.le = getelementptr i32, ptr %.pre.i, i64 %idxprom13.i
+  br label %while.end.i
+
+while.end.i:
+  %link.0.lcssa.i = phi ptr [ %arrayidx11.i, %if.then6.i ], [ %arrayidx14.i.le, %while.end.i.loopexit ]
+  %arrayidx17.i = getelementptr i32, ptr %.pre.i, i64 %idxprom.i90
+  %95 = load i32, ptr %arrayidx17.i, align 4
+  store i32 %95, ptr %link.0.lcssa.i, align 4
+  br label %if.end18.i
+
+if.end18.i:
+  %96 = load ptr, ptr %table, align 8
+  %arrayidx20.i = getelementptr %struct.row, ptr %96, i64 %idxprom.i90
+  tail call void @llvm.memcpy.p0.p0.i64(ptr align 1 %arrayidx20.i, ptr align 1 %arrayidx37, i64 36, i1 false)
+  %97 = load ptr, ptr %alive.i.i, align 8
+  %arrayidx22.i = getelementptr i8, ptr %97, i64 %idxprom.i90
+  store i8 1, ptr %arrayidx22.i, align 1
+  %conv.i92 = trunc i64 %shr3.i.i to i32
+  %98 = load ptr, ptr %bucket4.i, align 8
+  %arrayidx25.i = getelementptr i32, ptr %98, i64 %idxprom.i90
+  store i32 %conv.i92, ptr %arrayidx25.i, align 4
+  %99 = load ptr, ptr %first.i.i, align 8
+  %arrayidx27.i = getelementptr i32, ptr %99, i64 %shr3.i.i
+  %100 = load i32, ptr %arrayidx27.i, align 4
+  %101 = load ptr, ptr %next.i.i, align 8
+  %arrayidx30.i = getelementptr i32, ptr %101, i64 %idxprom.i90
+  store i32 %100, ptr %arrayidx30.i, align 4
+  %102 = load ptr, ptr %first.i.i, align 8
+  %arrayidx32.i93 = getelementptr i32, ptr %102, i64 %shr3.i.i
+  store i32 %conv39, ptr %arrayidx32.i93, align 4
+  br label %name_entry.exit
+
+name_entry.exit:
+  %inc41 = add i64 %i31.0102, 1
+  %exitcond105.not = icmp eq i64 %inc41, %count
+  br i1 %exitcond105.not, label %for.cond.cleanup35, label %for.body36
+
+cleanup44:
+  %retval.1 = phi i64 [ %same.0.lcssa107109114, %for.cond64.preheader.i ], [ %same.0.lcssa107109114, %for.body83.i ], [ -1, %for.body ], [ -1, %land.lhs.true ]
+  ret i64 %retval.1
+}
+
+define i64 @filled(ptr %slots, ptr %index, ptr %listed, ptr %ids, i64 %count) {
+entry:
+  %cmp69 = icmp sgt i64 %count, 0
+  br i1 %cmp69, label %for.body.lr.ph, label %for.cond.cleanup18
+
+for.body.lr.ph:
+  %busy = getelementptr i8, ptr %slots, i64 16
+  %ready = getelementptr i8, ptr %slots, i64 24
+  %users = getelementptr i8, ptr %slots, i64 8
+  %tobool.not = icmp eq ptr %index, null
+  %keyed = getelementptr i8, ptr %slots, i64 32
+  %cell_of.i = getelementptr i8, ptr %index, i64 40
+  %checks.i = getelementptr i8, ptr %index, i64 16
+  %generations.i = getelementptr i8, ptr %index, i64 24
+  br label %for.body
+
+for.cond14.preheader:
+  %tobool15 = icmp ne ptr %index, null
+  %0 = and i1 %tobool15, %cmp69
+  br i1 %0, label %for.body19.lr.ph, label %for.cond.cleanup18
+
+for.body19.lr.ph:
+  %keyed20 = getelementptr i8, ptr %slots, i64 32
+  %num_slots.i = getelementptr i8, ptr %index, i64 32
+  %generations.i65 = getelementptr i8, ptr %index, i64 24
+  %checks.i66 = getelementptr i8, ptr %index, i64 16
+  %cells.i = getelementptr i8, ptr %index, i64 8
+  %cell_of.i68 = getelementptr i8, ptr %index, i64 40
+  br label %for.body19
+
+for.body:
+  %i.071 = phi i64 [ 0, %for.body.lr.ph ], [ %inc, %for.inc ]
+  %unheld.070 = phi i64 [ 0, %for.body.lr.ph ], [ %add, %for.inc ]
+  %1 = load ptr, ptr %busy, align 8
+  %arrayidx = getelementptr i64, ptr %ids, i64 %i.071
+  %2 = load i64, ptr %arrayidx, align 8
+  %arrayidx1 = getelementptr i8, ptr %1, i64 %2
+  store i8 0, ptr %arrayidx1, align 1
+  %3 = load ptr, ptr %ready, align 8
+  %4 = load i64, ptr %arrayidx, align 8
+  %arrayidx3 = getelementptr i8, ptr %3, i64 %4
+  store i8 1, ptr %arrayidx3, align 1
+  %5 = load ptr, ptr %users, align 8
+  %6 = load i64, ptr %arrayidx, align 8
+  %arrayidx5 = getelementptr i32, ptr %5, i64 %6
+  %7 = load i32, ptr %arrayidx5, align 4
+  %cmp6 = icmp eq i32 %7, 0
+  %conv7 = zext i1 %cmp6 to i64
+  %add = add i64 %unheld.070, %conv7
+  br i1 %tobool.not, label %for.inc, label %land.lhs.true
+
+land.lhs.true:
+  %8 = load ptr, ptr %keyed, align 8
+  %arrayidx9 = getelementptr i8, ptr %8, i64 %6
+  %9 = load i8, ptr %arrayidx9, align 1
+  %tobool11.not = icmp eq i8 %9, 0
+  br i1 %tobool11.not, label %for.inc, label %if.then
+
+if.then:
+  %10 = load ptr, ptr %cell_of.i, align 8
+  %arrayidx.i = getelementptr i32, ptr %10, i64 %6
+  %11 = load i32, ptr %arrayidx.i, align 4
+  %cmp.i = icmp slt i32 %11, 0
+  br i1 %cmp.i, label %for.inc, label %if.end.i
+
+if.end.i:
+  %12 = load ptr, ptr %checks.i, align 8
+  %arrayidx1.i = getelementptr i64, ptr %12, i64 %6
+  store atomic i64 0, ptr %arrayidx1.i monotonic, align 8
+  %13 = load ptr, ptr %generations.i, align 8
+  %arrayidx2.i = getelementptr i64, ptr %13, i64 %6
+  store atomic i64 -1, ptr %arrayidx2.i monotonic, align 8
+  %14 = load ptr, ptr %index, align 8
+  %idxprom.i = zext i32 %11 to i64
+  %arrayidx4.i = getelementptr i8, ptr %14, i64 %idxprom.i
+  store atomic i8 0, ptr %arrayidx4.i monotonic, align 1
+  %15 = load ptr, ptr %cell_of.i, align 8
+  %arrayidx7.i = getelementptr i32, ptr %15, i64 %6
+  store i32 -1, ptr %arrayidx7.i, align 4
+  br label %for.inc
+
+for.inc:
+  %inc = add i64 %i.071, 1
+  %exitcond.not = icmp eq i64 %inc, %count
+  br i1 %exitcond.not, label %for.cond14.preheader, label %for.body
+
+for.cond.cleanup18:
+  %unheld.0.lcssa76 = phi i64 [ %add, %for.cond14.preheader ], [ 0, %entry ], [ %add, %for.inc31 ]
+  ret i64 %unheld.0.lcssa76
+
+for.body19:
+  %i13.073 = phi i64 [ 0, %for.body19.lr.ph ], [ %inc32, %for.inc31 ]
+  %16 = load ptr, ptr %keyed20, align 8
+  %arrayidx21 = getelementptr i64, ptr %ids, i64 %i13.073
+  %17 = load i64, ptr %arrayidx21, align 8
+  %arrayidx22 = getelementptr i8, ptr %16, i64 %17
+  %18 = load i8, ptr %arrayidx22, align 1
+  %tobool23.not = icmp eq i8 %18, 0
+  br i1 %tobool23.not, label %for.inc31, label %if.then24
+
+if.then24:
+  %arrayidx26 = getelementptr i64, ptr %listed, i64 %17
+  %19 = load i64, ptr %arrayidx26, align 8
+  %shr.i = lshr i64 %19, 32
+  %20 = load i64, ptr %num_slots.i, align 8
+  %mul.i = mul i64 %20, %shr.i
+  %shr1.i = lshr i64 %mul.i, 32
+  %21 = load ptr, ptr %index, align 8
+  %arrayidx.i63 = getelementptr i64, ptr %21, i64 %shr1.i
+  %22 = load i64, ptr %arrayidx.i63, align 8
+  %sub.i = add i64 %22, -72340172838076673
+  %not.i = and i64 %22, -9187201950435737472
+  %and.i = xor i64 %not.i, -9187201950435737472
+  %and2.i = and i64 %and.i, %sub.i
+  %tobool.not.i = icmp eq i64 %and2.i, 0
+  br i1 %tobool.not.i, label %for.inc31, label %if.end.i64
+
+if.end.i64:
+  %23 = load ptr, ptr %slots, align 8
+  %arrayidx29 = getelementptr i64, ptr %23, i64 %17
+  %24 = load i64, ptr %arrayidx29, align 8
+  %mul3.i = shl i64 %shr1.i, 3
+  %25 = tail call i64 @llvm.cttz.i64(i64 %and2.i, i1 true)
+  %div38.i = lshr i64 %25, 3
+  %add.i = or i64 %div38.i, %mul3.i
+  %conv4.i = trunc i64 %add.i to i32
+  %26 = load ptr, ptr %generations.i65, align 8
+  %arrayidx5.i = getelementptr i64, ptr %26, i64 %17
+  store atomic i64 %24, ptr %arrayidx5.i monotonic, align 8
+  %27 = load ptr, ptr %checks.i66, align 8
+  %arrayidx6.i = getelementptr i64, ptr %27, i64 %17
+  %mul8.i = mul i64 %24, -7046029254386353131
+  %xor.i = xor i64 %mul8.i, %19
+  store atomic i64 %xor.i, ptr %arrayidx6.i monotonic, align 8
+  %28 = load ptr, ptr %cells.i, align 8
+  %sext.i = shl i64 %add.i, 32
+  %idxprom.i67 = ashr exact i64 %sext.i, 32
+  %arrayidx9.i = getelementptr i32, ptr %28, i64 %idxprom.i67
+  %conv11.i = trunc i64 %17 to i32
+  store atomic i32 %conv11.i, ptr %arrayidx9.i monotonic, align 4
+  %29 = load ptr, ptr %index, align 8
+  %arrayidx14.i = getelementptr i8, ptr %29, i64 %idxprom.i67
+  %30 = trunc i64 %19 to i8
+  %conv17.i = or i8 %30, -128
+  store atomic i8 %conv17.i, ptr %arrayidx14.i monotonic, align 1
+  %31 = load ptr, ptr %cell_of.i68, align 8
+  %arrayidx18.i = getelementptr i32, ptr %31, i64 %17
+  store i32 %conv4.i, ptr %arrayidx18.i, align 4
+  br label %for.inc31
+
+for.inc31:
+  %inc32 = add i64 %i13.073, 1
+  %cmp16 = icmp slt i64 %inc32, %count
+  br i1 %cmp16, label %for.body19, label %for.cond.cleanup18
+}
+
+define i64 @let_go(ptr %slots, ptr %ids, i64 %count) {
+entry:
+  %cmp40 = icmp sgt i64 %count, 0
+  br i1 %cmp40, label %for.body.lr.ph, label %for.cond.cleanup
+
+for.body.lr.ph:
+  %users = getelementptr i8, ptr %slots, i64 8
+  %ready = getelementptr i8, ptr %slots, i64 24
+  %keyed = getelementptr i8, ptr %slots, i64 32
+  %busy = getelementptr i8, ptr %slots, i64 16
+  %again = getelementptr i8, ptr %slots, i64 48
+  %favoured = getelementptr i8, ptr %slots, i64 56
+  %pinned = getelementptr i8, ptr %slots, i64 64
+  %.pre = load ptr, ptr %users, align 8
+  br label %for.body
+
+for.cond.cleanup:
+  %ordinary.0.lcssa = phi i64 [ 1, %entry ], [ %18, %land.end.thread ]
+  ret i64 %ordinary.0.lcssa
+
+for.body:
+  %0 = phi ptr [ %.pre, %for.body.lr.ph ], [ %3, %land.end.thread ]
+  %ordinary.042 = phi i64 [ 1, %for.body.lr.ph ], [ %18, %land.end.thread ]
+  %i.041 = phi i64 [ 0, %for.body.lr.ph ], [ %inc, %land.end.thread ]
+  %arrayidx = getelementptr i64, ptr %ids, i64 %i.041
+  %1 = load i64, ptr %arrayidx, align 8
+  %arrayidx1 = getelementptr i32, ptr %0, i64 %1
+  %2 = load i32, ptr %arrayidx1, align 4
+  %sub = add i32 %2, -1
+  store i32 %sub, ptr %arrayidx1, align 4
+  %3 = load ptr, ptr %users, align 8
+  %arrayidx3 = getelementptr i32, ptr %3, i64 %1
+  %4 = load i32, ptr %arrayidx3, align 4
+  %cmp4 = icmp eq i32 %4, 0
+  br i1 %cmp4, label %land.lhs.true, label %land.end.thread
+
+land.lhs.true:
+  %5 = load ptr, ptr %ready, align 8
+  %arrayidx5 = getelementptr i8, ptr %5, i64 %1
+  %6 = load i8, ptr %arrayidx5, align 1
+  %tobool.not = icmp eq i8 %6, 0
+  br i1 %tobool.not, label %land.end.thread, label %land.lhs.true6
+
+land.lhs.true6:
+  %7 = load ptr, ptr %keyed, align 8
+  %arrayidx7 = getelementptr i8, ptr %7, i64 %1
+  %8 = load i8, ptr %arrayidx7, align 1
+  %tobool9.not = icmp eq i8 %8, 0
+  br i1 %tobool9.not, label %land.end.thread, label %land.lhs.true10
+
+land.lhs.true10:
+  %9 = load ptr, ptr %busy, align 8
+  %arrayidx11 = getelementptr i8, ptr %9, i64 %1
+  %10 = load i8, ptr %arrayidx11, align 1
+  %tobool12.not = icmp eq i8 %10, 0
+  br i1 %tobool12.not, label %land.lhs.true13, label %land.end.thread
+
+land.lhs.true13:
+  %11 = load ptr, ptr %again, align 8
+  %arrayidx14 = getelementptr i8, ptr %11, i64 %1
+  %12 = load i8, ptr %arrayidx14, align 1
+  %tobool15.not = icmp eq i8 %12, 0
+  br i1 %tobool15.not, label %land.lhs.true16, label %land.end.thread
+
+land.lhs.true16:
+  %13 = load ptr, ptr %favoured, align 8
+  %arrayidx17 = getelementptr i8, ptr %13, i64 %1
+  %14 = load i8, ptr %arrayidx17, align 1
+  %tobool18.not = icmp eq i8 %14, 0
+  br i1 %tobool18.not, label %land.end, label %land.end.thread
+
+land.end:
+  %15 = load ptr, ptr %pinned, align 8
+  %arrayidx19 = getelementptr i8, ptr %15, i64 %1
+  %16 = load i8, ptr %arrayidx19, align 1
+  %.fr = freeze i8 %16
+  %tobool20.not = icmp eq i8 %.fr, 0
+  %17 = and i64 %ordinary.042, 1
+  %spec.select = select i1 %tobool20.not, i64 %17, i64 0
+  br label %land.end.thread
+
+land.end.thread:
+  %18 = phi i64 [ 0, %land.lhs.true16 ], [ 0, %land.lhs.true13 ], [ 0, %land.lhs.true10 ], [ 0, %land.lhs.true6 ], [ 0, %land.lhs.true ], [ 0, %for.body ], [ %spec.select, %land.end ]
+  %inc = add i64 %i.041, 1
+  %exitcond.not = icmp eq i64 %inc, %count
+  br i1 %exitcond.not, label %for.cond.cleanup, label %for.body
+}
+
+declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
+
+declare i64 @llvm.cttz.i64(i64, i1)
+
+declare i64 @llvm.fshl.i64(i64, i64, i64)
