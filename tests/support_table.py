@@ -109,16 +109,17 @@ nothing that runs on a CPU shows which bytes the kernels leave out.
 ## Recurrent states with speculative decoding
 
 vLLM's CPU build cannot run drafts beside recurrent states, such as the MTP of Qwen3-Next. `make
-test` hands such states off with vLLM's scheduler and a made-up model, which leaves a state after
-each draft as vLLM does; so does the simulation.
+test` hands such states off and shares them with vLLM's scheduler and a made-up model, which leaves
+a state after each draft as vLLM does; so does the simulation.
 
 | | |
 | --- | --- |
 | hand-off | yes, between engines that draft equally many tokens (vLLM's states have other shapes \
 with other numbers of drafts, and are refused by name) |
 | MTP of several modules | yes, but for prompts in whose last tokens a block with a state ends |
-| shared prefixes | no: vLLM moves the state of the accepted tokens into place after the connector \
-has read it |
+| shared prefixes | the states of prompts. Of answers those that the request still has a step \
+later, as vLLM moves the state of the accepted tokens into place after a step; no ends of requests \
+within blocks |
 
 ## A drafter on one side only
 

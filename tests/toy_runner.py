@@ -155,11 +155,15 @@ class ToyRunner:
                 self._groups.append(_Attention(caches, heads_of(group.kv_cache_spec)))
         self._block_sizes = [each.kv_cache_spec.block_size for each in config.kv_cache_groups]
         self._rows: dict[str, _Row] = {}
+        # States that are not at the end of their block yet: group, block, and where they are.
+        self._moves: list[tuple[_State, int, int]] = []
 
     def execute(self, step: SchedulerOutput) -> tuple[list[str], list[list[int]]]:
         """Compute one step: the request ids of the batch and what each has sampled."""
         self.prepare(step)
-        return self.forward(step)
+        batch = self.forward(step)
+        self.postprocess()
+        return batch
 
     def prepare(self, step: SchedulerOutput) -> None:
         """What happens to blocks before the forward pass: new ones are zeroed, shared ones
@@ -186,8 +190,18 @@ class ToyRunner:
     def finish(self) -> None:
         """Wait until all that was launched is done."""
 
+    def postprocess(self) -> None:
+        """What vLLM does with states when it has sampled, after the connector's saves have begun:
+        where drafts were right, it moves the state at the end of a block to that block."""
+        self.launch(self._move)
+
+    def _move(self) -> None:
+        for group, target, source in self._moves:
+            group.copy(target, source)
+        self._moves.clear()
+
     def forward(self, step: SchedulerOutput) -> tuple[list[str], list[list[int]]]:
-        """Launch the forward pass of a step that was prepared.
+        """Launch the forward pass of a step that was prepared; `postprocess` has to follow.
 
         What is sampled is in the lists once the pass is done.
         """
@@ -268,7 +282,9 @@ class ToyRunner:
                 break
         for g, group in enumerate(self._groups):
             if isinstance(group, _State) and group.drafts:
-                row.running[g] = group.accept(row.tables[g], part.end, known, len(sampled))
+                row.running[g], move = group.accept(row.tables[g], part.end, known, len(sampled))
+                if move is not None:
+                    self._moves.append((group, *move))
         if sampled:
             row.drafts = self.proposed(row.token_ids)
 
@@ -709,9 +725,11 @@ class _State:
                 puts[number] += [_Put(rank, block, state[places]) for rank, places in ranks]
         return puts
 
-    def accept(self, table: list[int], end: int, known: int, accepted: int) -> tuple[int, int]:
-        """Some of the step's tokens are right: copy the state that lies at the end of a block to
-        that block, as vLLM does after it has sampled; returns what is running.
+    def accept(
+        self, table: list[int], end: int, known: int, accepted: int
+    ) -> tuple[tuple[int, int], tuple[int, int] | None]:
+        """Some of the step's tokens are right: returns what is running; and to which block a state
+        has to be copied and from which, where one belongs to the end of a block.
 
         Args:
             end: positions of the step, drafts included.
@@ -723,12 +741,15 @@ class _State:
         aligned = (first + accepted - 1) // self.block_size * self.block_size
         target = aligned // self.block_size - 1
         if aligned < first:
-            return column, max(0, accepted - 1)
-        source = table[column + aligned - first]
+            return (column, max(0, accepted - 1)), None
+        move = table[target], table[column + aligned - first]
+        return ((column, 0) if target == column else (column, accepted - 1)), move
+
+    def copy(self, target: int, source: int) -> None:
+        """Copy the state of one block to another."""
         for layer in self._layers:
             for rank in layer:
-                rank[table[target]] = rank[source]
-        return (column, 0) if target == column else (column, accepted - 1)
+                rank[target] = rank[source]
 
     def _block(self, table: list[int], end: int) -> int:
         block = table[(end - 1) // self.block_size]

@@ -7,7 +7,7 @@ held: it is copied later if vLLM still finds it by its hash.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
@@ -293,12 +293,15 @@ class PrefixSaves:
         meta: CopyWork,
         scheduled: Mapping[str, int],
         blocks_of: BlocksOf,
+        drafted: Container[str] = (),
     ) -> None:
         """Add this step's saves to `meta`.
 
         Args:
             scheduled: tokens that this step computes, by request.
             blocks_of: returns the blocks of a request.
+            drafted: requests with drafts among these tokens. Of them the workers move the states of
+                this step into place only after its copies have begun.
         """
         self._step += 1
         for prompt in self._due.pop(self._step, ()):
@@ -315,7 +318,9 @@ class PrefixSaves:
                         continue
                 end = request.num_computed_tokens + tokens
                 if end >= prompt.fills_at:
-                    self._save(meta, prompt, end, blocks_of)
+                    has_drafts = request.request_id in drafted
+                    in_place = request.num_computed_tokens if has_drafts else end
+                    self._save(meta, prompt, end, blocks_of, in_place)
                 if self._tails is not None and had is None:
                     self._keep_prompt(meta, prompt, self._tails, blocks_of)
                 lacks = prompt.fills_at - max(end, request.num_tokens)
@@ -433,7 +438,7 @@ class PrefixSaves:
             and self._step > self._doubtful_until
             and end >= prompt.fills_at
         ):
-            self._fill(prompt, end, blocks_of)
+            self._fill(prompt, end, blocks_of, end)
         if self.num_filled:
             self._over.append((prompt, self._num_considered + self.num_filled))
         else:
@@ -699,12 +704,13 @@ class PrefixSaves:
         saves[job_id] = spec
 
     def _fill(
-        self, prompt: SharedPrompt, computed: int, blocks_of: BlocksOf
+        self, prompt: SharedPrompt, computed: int, blocks_of: BlocksOf, in_place: int
     ) -> list[tuple[int, list[bytes], list[int]]]:
         """Enter the blocks of a prompt that have filled since the last time.
 
         Args:
             computed: tokens of the prompt that are computed with this step.
+            in_place: tokens up to which states are in their blocks when the copies begin.
 
         Returns:
             For each group the index of the first block, names, and ids of the blocks, null blocks
@@ -713,6 +719,8 @@ class PrefixSaves:
         parts: list[tuple[int, list[bytes], list[int]]] = []
         blocks: Sequence[Sequence[EngineBlock]] | None = None
         fills_at: list[int] = []
+        # Else of the blocks before a unit's end, which vLLM names together, some are missed.
+        computed = min(computed, prompt.request.num_tokens - self._tokens_ahead)
         kept_tokens = prompt.kept_tokens(computed)
         for g, shape in enumerate(self._groups):
             first = prompt.sent[g]
@@ -721,7 +729,9 @@ class PrefixSaves:
                 continue
             # vLLM names the blocks of other groups once a prefix can end behind them.
             unit = shape.block_size if shape.attention_type == "all" else self._unit
-            end = kept_tokens // unit * unit // shape.block_size
+            has_state = shape.attention_type == "last"
+            there = min(kept_tokens, in_place) if has_state else kept_tokens
+            end = there // unit * unit // shape.block_size
             filled = prompt.full_hashes(g, first, end) if end > first else []
             block_ids: list[int] = []
             names = prompt.names_of(g, first, filled)
@@ -786,9 +796,10 @@ class PrefixSaves:
         prompt: SharedPrompt,
         computed: int,
         blocks_of: BlocksOf,
+        in_place: int,
     ) -> None:
         """Enter the blocks that have filled, and start their copies to the store."""
-        parts = self._fill(prompt, computed, blocks_of)
+        parts = self._fill(prompt, computed, blocks_of, in_place)
         if not (self._has_store and self.stores):
             return
         groups: list[tuple[int, list[int]]] = []

@@ -464,7 +464,9 @@ class _Assembly:
             lookups = StoreLookups(store, self._ours.stages, self._ours.ranks, self._context)
         host = self._host_blocks(prefix.in_arenas)
         tails = None
-        if goes_on_within_blocks() and keeps_tails(groups):
+        # With drafts a step leaves several states, of which none may be the one at its end.
+        drafts = self._vllm_config.num_speculative_tokens > 0
+        if goes_on_within_blocks() and keeps_tails(groups) and not drafts:
             tails = Tails(groups, host)
         shared = SharedPrefix(
             host=host,

@@ -584,8 +584,9 @@ class OmniScheduler:
         if self._shared is not None:
             self._shared.build(meta)
             if known:  # else nobody may have what is computed
+                drafted = scheduler_output.scheduled_spec_decode_tokens
                 with self._held(copied_blocks(scheduler_output)):
-                    self._shared.saves.build(meta, scheduled, self._blocks_of)
+                    self._shared.saves.build(meta, scheduled, self._blocks_of, drafted)
                     if states := boundary_states(scheduler_output):
                         self._shared.keep_boundaries(meta, states, self._blocks_of)
         if self._ledger.block_copies:

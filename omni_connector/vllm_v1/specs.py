@@ -268,11 +268,6 @@ def state_refusal(kv_cache_config: "KVCacheConfig") -> str | None:
                 f"{where} are kept in mode {'+'.join(sorted(modes))!r}; only "
                 "--mamba-cache-mode align keeps those at the ends of blocks"
             )
-        if any(spec.num_speculative_blocks for spec in states):  # type: ignore[attr-defined]
-            return (
-                f"{where} are not shared with speculative decoding, which moves the state of the "
-                "accepted tokens into place after the connector has read it"
-            )
         if len(states) < len(_all_specs(group)):
             return f"{where} share a group with layers that attend to tokens"
     return None

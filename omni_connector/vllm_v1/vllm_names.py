@@ -293,7 +293,12 @@ TABLE: Final[tuple[UsedName, ...]] = (
     Called("vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids"),
     Attributes(
         "vllm.v1.core.sched.output:SchedulerOutput",
-        ("num_scheduled_tokens", "scheduled_new_reqs", "total_num_scheduled_tokens"),
+        (
+            "num_scheduled_tokens",
+            "scheduled_new_reqs",
+            "scheduled_spec_decode_tokens",
+            "total_num_scheduled_tokens",
+        ),
     ),
     Attributes(
         "vllm.v1.outputs:KVConnectorOutput",

@@ -3,8 +3,8 @@
 
 import itertools
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vllm.v1.engine import FinishReason
@@ -45,6 +45,7 @@ class Sent:
         engine: the engine it was sent to; one that is started later under its name is another.
         deadline: when it must have ended.
         done: called with its end: `kv_transfer_params` of the answer, and whether it went well.
+        answer: tokens, as far as they have come.
         plain: whether it wants nothing handed off, so that nothing that goes wrong can end it.
         wish: what it asks of the prefix cache.
         may_fail: whether it is such that vLLM itself ends it with an error.
@@ -62,6 +63,7 @@ class Sent:
     may_fail: bool = False
     late: bool = False
     tokens: int = 0
+    answer: list[int] = field(default_factory=list)
     ended: bool = False
     aborted: bool = False
 
@@ -155,6 +157,7 @@ class Clients(Deployment):
         how: Answering = PLAIN,
         session: str | None = None,
         handed: Handed | None = None,
+        more: Sequence[int] = (),
         **options: Any,
     ) -> Sent | None:
         target = self.engines.get(engine)
@@ -183,6 +186,8 @@ class Clients(Deployment):
         if handed is not None:
             self.refusals.sent(request_id, handed, engine)
         family, length = prompt
+        if more:
+            what += f", and {len(more)} more,"
         self.world.tell(
             f"{request_id}: {length} tokens of text {family}{what} go to {engine}, "
             f"{max_tokens} wanted"
@@ -192,7 +197,7 @@ class Clients(Deployment):
         sent.may_fail = not how.compiles or (fails and bool(target.shape.beside))
         sent.late = bool(options.get("inputs", NOTHING).adapter)
         self.sent[request_id] = sent
-        target.submit(request_id, text(family, length), max_tokens, **options)
+        target.submit(request_id, [*text(family, length), *more], max_tokens, **options)
         return sent
 
     def _answered(
@@ -203,6 +208,7 @@ class Clients(Deployment):
             self.lingers = self.lingers or bool(params)
             return
         sent.tokens += len(tokens)
+        sent.answer += tokens
         shape = sent.engine.shape
         fetches = sent.wish.prefetch and sent.plain and shape.role and shape.hosts
         if fetches and sent.tokens > 1:
@@ -266,12 +272,23 @@ class Clients(Deployment):
         salt: str | None = None,
         inputs: Inputs = NOTHING,
         how: Answering = PLAIN,
+        next_at: str | None = None,
     ) -> None:
-        """A client sends a request without hand-off."""
-        self._send(
+        """A client sends a request without hand-off.
+
+        Args:
+            next_at: the engine at which the client goes on after the answer; None: it does not.
+        """
+
+        def answered(params: Any, well: bool) -> None:
+            if next_at is not None and well and sent is not None:
+                self._send(next_at, prompt, 3, more=[*sent.answer, 3], priority=priority)
+
+        sent = self._send(
             engine,
             prompt,
             tokens,
+            answered,
             wish=wish,
             salt=salt or inputs.salt,
             inputs=inputs,

@@ -9,6 +9,7 @@ from tests.simulation.engines.settings import EngineShape, Policy, Role
 from tests.simulation.features import (
     featured,
     matched_within_blocks,
+    next_turns,
     one_sided,
     piped,
     recut,
@@ -69,6 +70,7 @@ def plan_of(seed: int) -> Plan:
     plan = recut(plan, random.Random(f"states {seed}"))
     plan = replace(featured(plan, random.Random(f"feature {seed}")), native=native)
     plan = one_sided(plan, random.Random(f"drafter {seed}"))
+    plan = next_turns(plan, random.Random(f"turns {seed}"))
     plan = piped(plan, random.Random(f"stages {seed}"))
     plan = replayed(plan, random.Random(f"replay {seed}"))
     plan = matched_within_blocks(plan, random.Random(f"match {seed}"))

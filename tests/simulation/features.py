@@ -77,6 +77,8 @@ _RECUT_OFTEN: Final = 0.4
 _MATCHED_OFTEN: Final = 0.25
 _CROWDED_OFTEN: Final = 0.3
 
+_NEXT_TURNS_OFTEN: Final = 0.3
+
 
 def featured(plan: Plan, draw: random.Random) -> Plan:
     """The same with a feature, for some of the plans; the plan itself for the others.
@@ -259,6 +261,34 @@ def replayed(plan: Plan, draw: random.Random) -> Plan:
     # The model of hints takes each group for one whose blocks are kept.
     plan = _unhinted(replace(plan, engines=engines))
     return _served_again(plan, draw) if draw.random() < 0.4 else plan
+
+
+def next_turns(plan: Plan, draw: random.Random) -> Plan:
+    """The same with engines that draft, and with clients that go on after long answers at other
+    engines, which find the states of these; for some of the plans whose models have states. The
+    plan itself for the others.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    fits = all(
+        has_states(each.family) and each.caching and each.states == "align" and not each.drafts
+        for each in plan.engines
+    )
+    alone = not any(each.beside or each.role is None for each in plan.engines)
+    if draw.random() >= _NEXT_TURNS_OFTEN or not (fits and alone):
+        return plan
+    engines = tuple(
+        _drafting(_sharing(each, 40 * groups_of(each.family)), draw) for each in plan.engines
+    )
+    happens: list[tuple[int, dict[str, Any]]] = []
+    for _ in range(4):
+        for family in draw.sample(range(3), 3):
+            first, then = draw.choice(engines).name, draw.choice(engines).name
+            how = serve(first, (family, draw.choice((5, 8, 13, 16, 20, 29))), _LONG_ANSWER)
+            happens.append((draw.choice((30, 100, 300)), how | {"next_at": then}))
+    events = tuple(Event("serve", how, acts, i) for i, (acts, how) in enumerate(happens))
+    return _unhinted(replace(plan, engines=engines, events=events, trouble={}))
 
 
 def selective(plan: Plan, draw: random.Random) -> Plan:
@@ -480,7 +510,7 @@ def _sessions(plan: Plan, draw: random.Random) -> Plan:
 def _drafts(plan: Plan, draw: random.Random) -> Plan:
     """Engines propose tokens, of which some are wrong."""
     if has_states(plan.engines[0].family):
-        plan = _unshared(plan)
+        plan = _unhinted(plan)
     if plan.engines[0].family in _WITH_DRAFTER and draw.random() < 0.5:
         return _drafters(plan, draw)
     engines = tuple(_drafting(each, draw) for each in plan.engines)

@@ -611,6 +611,11 @@ class _CheckedRunner(ToyRunner):
             self.done = self._engine.device.engine.mark()
         return answers
 
+    def postprocess(self) -> None:
+        super().postprocess()
+        if self._engine.device is not None:
+            self.done = self._engine.device.engine.mark()
+
     def finish(self, done: Event | None = None) -> None:
         """Wait for a forward pass, or for the last."""
         device, done = self._engine.device, done or self.done

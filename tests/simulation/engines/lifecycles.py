@@ -101,6 +101,7 @@ def _forward(
         if worker not in endless:
             _wait_for_save(worker)
         breathe()
+    runner.postprocess()
     return [
         model_output(*batch, connector_output(worker, step, ends=worker not in endless))
         for worker in workers

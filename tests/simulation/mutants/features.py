@@ -66,6 +66,15 @@ FEATURES: Final = (
         ),
     ),
     mutant(
+        "a state is kept before it is in place",
+        "where drafts are in a step, the block of a state is copied before vLLM has moved it there",
+        (
+            "omni_connector.prefix.saves",
+            "min(kept_tokens, in_place) if has_state else kept_tokens",
+            "kept_tokens",
+        ),
+    ),
+    mutant(
         "a shared prefix is said to bring the window",
         "a window that no prefix cache has is not computed again after a load of a prefix",
         (

@@ -274,8 +274,8 @@ SHARING: Final = (
         "the block that a step begins to fill is listed with those that it fills",
         (
             "omni_connector.prefix.saves",
-            "            end = kept_tokens // unit * unit // shape.block_size\n",
-            "            end = -(-kept_tokens // unit) * unit // shape.block_size\n",
+            "            end = there // unit * unit // shape.block_size\n",
+            "            end = -(-there // unit) * unit // shape.block_size\n",
         ),
     ),
     mutant(
