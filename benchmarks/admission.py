@@ -108,12 +108,12 @@ def setting(admission: Admission) -> Callable[[int, Trace], Outcome]:
 @contextmanager
 def auto_worth(worth: int) -> Iterator[None]:
     """Have `auto` pass blocks over while fewer than one in `worth` is used again."""
-    former = eviction._WORTH
-    eviction._WORTH = worth  # type: ignore[misc]
+    former = eviction.WORTH
+    eviction.WORTH = worth  # type: ignore[misc]
     try:
         yield
     finally:
-        eviction._WORTH = former  # type: ignore[misc]
+        eviction.WORTH = former  # type: ignore[misc]
 
 
 def auto_32(size: int, trace: Trace) -> Outcome:

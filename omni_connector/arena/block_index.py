@@ -114,7 +114,7 @@ def tags_of(key_prefix: bytes, group: int, hashes: Sequence[bytes]) -> Tags:
             bytes are taken as random; else each is hashed, which is slower and gives other tags.
     """
     lengths = set(map(len, hashes))
-    seed = _seed(key_prefix, group)
+    seed = seed_of(key_prefix, group)
     if len(lengths) == 1 and min(lengths) >= 8:
         if (native := native_tags()) is not None:
             [length] = lengths
@@ -125,7 +125,7 @@ def tags_of(key_prefix: bytes, group: int, hashes: Sequence[bytes]) -> Tags:
         tags = np.ascontiguousarray(words).view(np.uint64).reshape(-1)
     else:
         tags = np.fromiter(map(xxhash.xxh3_64_intdigest, hashes), np.uint64, len(hashes))
-    return _mixed(tags, seed)
+    return tags_from(tags, seed)
 
 
 def tags_of_words(key_prefix: bytes, group: int, words: Tags) -> Tags:
@@ -134,14 +134,16 @@ def tags_of_words(key_prefix: bytes, group: int, words: Tags) -> Tags:
     Args:
         words: (blocks,), in the byte order of this machine.
     """
-    return _mixed(words, _seed(key_prefix, group))
+    return tags_from(words, seed_of(key_prefix, group))
 
 
-def _seed(key_prefix: bytes, group: int) -> int:
+def seed_of(key_prefix: bytes, group: int) -> int:
+    """The seed of the tags of a group's blocks."""
     return xxhash.xxh3_64_intdigest(b"%d/%b" % (group, key_prefix))
 
 
-def _mixed(words: Tags, seed: int) -> Tags:
+def tags_from(words: Tags, seed: int) -> Tags:
+    """See `tags_of_words` and `seed_of`."""
     tags = (words ^ np.uint64(seed)) * _MIX
     tags ^= tags >> _HALF
     tags *= _MIX
@@ -157,7 +159,7 @@ def tag_of(key_prefix: bytes, group: int, block_hash: bytes) -> int:
             length.
     """
     tag = int.from_bytes(block_hash[:8], sys.byteorder)
-    tag ^= _seed(key_prefix, group)
+    tag ^= seed_of(key_prefix, group)
     tag = tag * _MIX_INT & _WORD
     tag ^= tag >> 32
     return tag * _MIX_INT & _WORD or 1
@@ -438,6 +440,17 @@ class BlockIndexView(_Table):
         return cls(mapped, num_slots, epoch)
 
 
+def words_of(indexes: Sequence[BlockIndex | BlockIndexView]) -> bytes:
+    """`struct index` of each (kernels/index.h), valid until one is closed.
+
+    Raises:
+        TransportError: an index is closed.
+    """
+    for index in indexes:
+        index._require_open()
+    return b"".join([each._words for each in indexes])
+
+
 def find_prefix(
     indexes: Sequence[BlockIndex | BlockIndexView], tags: Tags
 ) -> tuple[Ints, Ints, Ints]:
@@ -449,14 +462,12 @@ def find_prefix(
     Raises:
         TransportError: an index is closed.
     """
-    for index in indexes:
-        index._require_open()
+    words = words_of(indexes)
     places = np.empty((3, len(tags)), np.int64)
     probe = native_probe()
     if probe is None:
         count = _probe(indexes, tags, places)
     else:
-        words = b"".join([each._words for each in indexes])
         count = probe(words, len(indexes), tags, places, False)
     owners, slots, generations = places[:, :count]
     return owners, slots, generations
@@ -474,12 +485,11 @@ def find_each(
     Raises:
         TransportError: an index is closed.
     """
-    for index in indexes:
-        index._require_open()
+    words = words_of(indexes)
     probe = native_probe()
     if probe is not None:
         places = np.empty((3, len(tags)), np.int64)
-        probe(b"".join([each._words for each in indexes]), len(indexes), tags, places, True)
+        probe(words, len(indexes), tags, places, True)
     else:
         places = np.full((3, len(tags)), -1, np.int64)
         for number, index in enumerate(indexes):

@@ -48,12 +48,12 @@ TAILS: Final = DEPTHS - 1
 """The depth of tails (`prefix.tails`): whether they are used is learnt apart from other blocks. A
 tail that was used is evicted as early as one that was not, as its user leaves a longer one."""
 
-_WORTH: Final = 8
+WORTH: Final = 8
 """Admission `auto` passes new blocks of a depth over while fewer than one in 8 is used again. With
 one in 32 it saves up to three times as many blocks, and finds up to 3 points fewer of all blocks or
 1 point more; see `benchmarks/results/admission.md`."""
 
-_LEAST: Final = 32
+LEAST: Final = 32
 """New blocks of a depth that are kept before any is passed over. Fewer would be no sample."""
 
 _FADES: Final = 4
@@ -142,9 +142,9 @@ class EvictionOrder:
         }
 
     @property
-    def most_new(self) -> float:
-        """New contents after which the counts by depth are halved."""
-        return _FADES * self._num_slots
+    def rules(self) -> tuple[float, float, float]:
+        """New contents after which the counts by depth are halved; `LEAST`; `WORTH`."""
+        return _FADES * self._num_slots, LEAST, WORTH
 
     def here(self, slot_ids: Ints) -> NDArray[np.bool_]:
         """Which of these slots are in the order."""
@@ -238,8 +238,7 @@ class EvictionOrder:
         depths = _depths(hashes, prompts)
         admitted = np.full(len(hashes), admission != "second_hit")
         if admission == "auto":
-            rarely_again = (self._new >= _LEAST) & (self._used_again * _WORTH < self._new)
-            admitted = ~rarely_again[depths]
+            admitted = ~self._rarely_again[depths]
         if admitted.all():
             return admitted
         admitted |= _known(self.evicted_lately(hashes), prompts)
@@ -248,10 +247,19 @@ class EvictionOrder:
         self._count_new(depths[passed_over])
         return admitted
 
+    @property
+    def _rarely_again(self) -> NDArray[np.bool_]:
+        """At which depths new contents are rarely used again `(DEPTHS,)`."""
+        return (self._new >= LEAST) & (self._used_again * WORTH < self._new)
+
+    def passes_over(self, prompts: Ints) -> bool:
+        """Whether admission `auto` passes over contents of one of these prompts that are new."""
+        return bool(self._rarely_again[prompts % DEPTHS].any())
+
     def _count_new(self, depths: Depths) -> None:
         """Count contents that nobody remembers."""
         self._new += _by_depth(depths)
-        if self._new.sum() > self.most_new:
+        if self._new.sum() > _FADES * self._num_slots:
             self._new /= 2
             self._used_again /= 2
 

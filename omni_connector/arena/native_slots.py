@@ -12,6 +12,8 @@ import functools
 import logging
 import struct
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,6 +22,11 @@ from numpy.typing import NDArray
 from omni_connector.runtime.machine_code import CodeDeniedError, compiled, kernel
 
 logger = logging.getLogger("vllm.omni_connector.native")
+
+_RUN_BYTES: Final = 24
+
+MOST_NEW: Final = 1 << 9
+"""Most blocks that are examined in one call."""
 
 NUM_PROMPTS: Final = 1 << 13
 """Numbers of prompts that the machine code takes are below this."""
@@ -45,20 +52,68 @@ class SlotArrays(NamedTuple):
     used_again: NDArray[np.float64]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NewBlocks:
+    """Blocks of one group that have filled, to be examined together.
+
+    Attributes:
+        group: position among the transferred groups.
+        keys: of each block.
+        rows: of the keys; see `rows_of`.
+        runs: int64 (runs, 3) as bytes: of consecutive blocks of one prompt the number, and the
+            prompt and tenant as for `SlotPool.keep`.
+        seed: of their tags; see `seed_of`.
+    """
+
+    group: int
+    keys: Sequence[bytes]
+    rows: bytes
+    runs: bytes
+    seed: int
+
+    @property
+    def by_block(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Prompts and tenants, of each block."""
+        counts, prompts, tenants = np.frombuffer(self.runs, np.int64).reshape(-1, 3).T
+        return prompts.repeat(counts), tenants.repeat(counts)
+
+
+class _Batch:
+    """Memory for what is found out about new blocks of a group: `struct batch`."""
+
+    def __init__(self) -> None:
+        self._arrays = (
+            np.empty(MOST_NEW, np.uint64),
+            np.empty(MOST_NEW, np.int64),
+            np.empty(MOST_NEW, np.int64),
+            np.zeros(2 * MOST_NEW, np.int32),
+        )
+        self.addresses = [each.ctypes.data for each in self._arrays]
+        bits = (2 * MOST_NEW).bit_length() - 1
+        self.words = struct.pack("=5Q", *self.addresses, bits)
+
+
 class NativeSlots:
     """The books of one pool. Slots are int64 arrays; all of them must be slots of the pool.
 
     Args:
         engine: LLVM's, with the code.
         arrays: of the pool, which it never replaces.
-        most_new: contents of slots after which their counts by depth are halved.
+        rules: see `EvictionOrder.rules`.
         table: `struct table` of the slots' keys; see `NativeTable`.
     """
 
-    def __init__(self, engine: Any, arrays: SlotArrays, most_new: float, table: bytes) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        arrays: SlotArrays,
+        rules: tuple[float, float, float],
+        table: bytes,
+    ) -> None:
         number = ctypes.c_int64
         pointer = ctypes.c_void_p
         text = ctypes.c_char_p
+        seed = ctypes.c_uint64
         self._engine = engine  # the code is gone with it
 
         def call(name: str, *arguments: Any) -> Any:
@@ -74,7 +129,10 @@ class NativeSlots:
         self._marks = np.zeros(NUM_PROMPTS, bool)
         pointers = [each.ctypes.data for each in (*arrays, self._marks)]
         size = len(arrays.generation)
-        self._words = struct.pack(f"={len(pointers)}QQd", *pointers, size, most_new)
+        self._words = struct.pack(f"={len(pointers)}QQ3d", *pointers, size, *rules)
+        given = (text, text, number, text, text, number, seed, number, text)
+        self._examine = call("examine", *given)
+        self._batches: list[_Batch] = []
 
     def begin(
         self,
@@ -124,6 +182,56 @@ class NativeSlots:
             evicted,
         )
         return None if same < 0 else bool(same)
+
+    def are_new(
+        self, groups: Sequence[NewBlocks], indexes: bytes, num_indexes: int, *, picks: bool
+    ) -> bool:
+        """Whether blocks are all new and admitted, so that each may get a slot. The keys of a group
+        have one length of 8 bytes or more, no key is there twice, and neither the pool nor an index
+        has one.
+
+        Args:
+            groups: of each at least one block, and `MOST_NEW` at most.
+            indexes: `struct index` of each, joined.
+            picks: whether new blocks of some depths are passed over.
+        """
+        while len(self._batches) < len(groups):
+            self._batches.append(_Batch())
+        return all(
+            self._examine(
+                self._words,
+                self._table,
+                indexes,
+                num_indexes,
+                each.rows,
+                each.runs,
+                len(each.runs) // _RUN_BYTES,
+                each.seed,
+                picks,
+                batch.words,
+            )
+            for each, batch in zip(groups, self._batches, strict=False)
+        )
+
+    def begin_new(
+        self,
+        number: int,
+        blocks: NewBlocks,
+        slots: NDArray[np.int64],
+        listing: tuple[bytes, NDArray[np.uint64]] | None,
+        evicted: int,
+    ) -> bool:
+        """Copies of blocks begin that `are_new`; see `begin`.
+
+        Args:
+            number: of their group among those examined last.
+        """
+        tags, prompts, tenants, _ = self._batches[number].addresses
+        index, listed = (None, None) if listing is None else (listing[0], listing[1].ctypes.data)
+        given = (self._table, index, listed, blocks.rows, slots.ctypes.data, len(slots))
+        one_tenant = self._begin(self._words, *given, tags, tenants, prompts, evicted)
+        assert one_tenant >= 0, "their keys are long enough"
+        return bool(one_tenant)
 
     def filled(
         self, slots: NDArray[np.int64], listing: tuple[bytes, NDArray[np.uint64]] | None

@@ -27,10 +27,18 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.arena.block_index import BlockIndex, Tags, tags_of
+from omni_connector.arena.block_index import (
+    BlockIndex,
+    BlockIndexView,
+    Tags,
+    find_each,
+    tags_from,
+    tags_of,
+    words_of,
+)
 from omni_connector.arena.eviction import EvictionOrder
 from omni_connector.arena.format import header_keys
-from omni_connector.arena.native_slots import NativeSlots, SlotArrays, native_slots
+from omni_connector.arena.native_slots import NativeSlots, NewBlocks, SlotArrays, native_slots
 from omni_connector.arena.row_table import ROW_BYTES, rows_of
 from omni_connector.arena.slot_index import Ints, SlotChanges, SlotIndex, SlotKey
 from omni_connector.config import Admission
@@ -208,7 +216,7 @@ class SlotPool:
             tenant=self._tenant,
             **self._order.contents,
         )
-        return NativeSlots(engine, arrays, self._order.most_new, table)
+        return NativeSlots(engine, arrays, self._order.rules, table)
 
     def counts(self) -> tuple[int, int, int]:
         """Numbers of (free, cached, cached and pinned) slots."""
@@ -368,6 +376,81 @@ class SlotPool:
         left = max(0, min(self._num_available, quota - len(slots)))
         return Kept(chosen, slots, over_quota, dropped, lacking[most:][:left])
 
+    def keep_new(
+        self,
+        groups: Sequence[NewBlocks],
+        indexes: Sequence[BlockIndex | BlockIndexView],
+        admission: Admission,
+    ) -> list[Ints] | None:
+        """Hold a slot for each of these blocks, if nothing has to be decided.
+
+        That is so if no index and no slot has one, all are admitted, no quota is exceeded, and
+        there are slots for all. Machine code finds that out in one call.
+
+        Args:
+            groups: different groups. Of each at least one block, and `MOST_NEW` at most.
+            indexes: of the engines that may have the blocks.
+
+        Returns:
+            The slots of each group; None, and nothing is changed, if something has to be decided.
+        """
+        count = sum(len(each.keys) for each in groups)
+        if admission == "second_hit" or count > self._num_available:
+            return None
+        picks = admission == "auto" and count > self._num_free
+        if self._native is None:
+            are_new = all(self._are_new(each, indexes, picks=picks) for each in groups)
+        else:
+            are_new = self._native.are_new(groups, words_of(indexes), len(indexes), picks=picks)
+        if not are_new:
+            return None
+        if self.quota is not None:
+            tenants = [each.by_block[1] for each in groups]
+            if not self.fits(np.concatenate(tenants)):
+                return None
+        return [self._begin_new(number, each) for number, each in enumerate(groups)]
+
+    def _are_new(
+        self, blocks: NewBlocks, indexes: Sequence[BlockIndex | BlockIndexView], *, picks: bool
+    ) -> bool:
+        """The same as `NativeSlots.are_new` for one group, by numpy."""
+        words = np.frombuffer(blocks.rows, _ROW)
+        lengths = words["length"]
+        if lengths[0] < _HASHED_BYTES or (lengths != lengths[0]).any():
+            return False
+        if len(set(blocks.keys)) < len(blocks.keys):
+            return False
+        if picks and self._order.passes_over(blocks.by_block[0]):
+            return False
+        if (self._index.each(blocks.rows) >= 0).any():
+            return False
+        tags = tags_from(words["hash"].astype(np.uint64), blocks.seed)
+        owners, _, _ = find_each(indexes, tags)
+        return bool((owners < 0).all())
+
+    def _begin_new(self, number: int, blocks: NewBlocks) -> Ints:
+        """Give slots to blocks that are new; see `NativeSlots.begin_new`."""
+        slots = self._unused(len(blocks.keys))
+        listing = None if self.listing is None else self.listing.words
+        if self._native is not None and (self.listing is None or listing is not None):
+            evicted = self._order.num_remembered
+            one_tenant = self._native.begin_new(number, blocks, slots, listing, evicted)
+            self._count_new_owned(slots, one_tenant=one_tenant)
+            return slots
+        prompts, tenants = blocks.by_block
+        words = np.frombuffer(blocks.rows, _ROW)["hash"].astype(np.uint64)
+        self._renew(slots)
+        self._own(slots, tenants)
+        tags = tags_from(words, blocks.seed)
+        self._fill(blocks.group, blocks.keys, blocks.rows, slots, prompts, tags)
+        return slots
+
+    def _count_new_owned(self, slots: Ints, *, one_tenant: bool) -> None:
+        if not one_tenant:
+            self._count_owned(self._kept_of, slots, 1)
+        elif tenant := int(self._tenant[slots[0]]):
+            self._kept_of[tenant] += len(slots)
+
     def _begin(
         self, rows: bytes, slots: Ints, tenants: Ints, prompts: Ints | None, tags: Tags | None
     ) -> bool:
@@ -380,10 +463,7 @@ class SlotPool:
         one_tenant = self._native.begin(rows, slots, tenants, prompts, listing, tags, evicted)
         if one_tenant is None:
             return False
-        if not one_tenant:
-            self._count_owned(self._kept_of, slots, 1)
-        elif tenant := int(tenants[0]):
-            self._kept_of[tenant] += len(slots)
+        self._count_new_owned(slots, one_tenant=one_tenant)
         return True
 
     def admits(

@@ -20,11 +20,14 @@ from omni_connector.arena.block_index import (
     Tags,
     find_each,
     find_prefix,
+    seed_of,
     tag_of,
     tags_of,
     tags_of_words,
 )
 from omni_connector.arena.format import header_keys
+from omni_connector.arena.native_slots import MOST_NEW, NewBlocks
+from omni_connector.arena.row_table import rows_of
 from omni_connector.arena.slot_index import Ints
 from omni_connector.arena.slot_pool import NONE, Bools, SlotPool
 from omni_connector.config import Admission
@@ -32,6 +35,7 @@ from omni_connector.copy.prefix_jobs import HostLoadSpec, KeepSpec
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.prefix.attaching import Arenas
+from omni_connector.prefix.filled import FilledRuns
 from omni_connector.prefix.hints import Candidate, FilledBlocks, HintPolicy
 from omni_connector.prefix.neighbours import Neighbour, Neighbours
 from omni_connector.runtime.stats import Stats
@@ -193,7 +197,8 @@ class HostBlocks:
         self._neighbours = neighbours
         # Where a group keeps all tokens, a prefix ends at the first block that is missing.
         self._whole = [shape.attention_type == "all" for shape in groups]
-        self._key_prefix = key_prefix
+        self._num_groups = len(groups)
+        self._set_key_prefix(key_prefix)
         self._load_timeout = load_timeout
         self._max_busy = max(1, len(pool.generation) // _BUSY_PART)
         self._block_sizes = [shape.block_size for shape in groups]
@@ -419,6 +424,51 @@ class HostBlocks:
         spec = KeepSpec(blocks=blocks, slots=slot_ids, generations=generations, keys=keys)
         return spec, dropped, waiting
 
+    def keep_new(self, filled: Sequence[FilledRuns], most: int) -> KeepSpec | None:
+        """Take slots for blocks and make the job that saves them, if nothing has to be decided.
+
+        That is so if no engine has one of them, all are admitted, and there is room for all. Most
+        batches are such, as nobody else has computed the answers of requests.
+
+        Args:
+            filled: blocks of each group that vLLM still has.
+            most: blocks that may be saved now.
+
+        Returns:
+            The job, to be started as one of `keep`; None if `keep` has to decide.
+        """
+        wanted = [(g, each) for g, each in enumerate(filled) if each.keys]
+        counts = [len(each.keys) for _, each in wanted]
+        if not wanted or sum(counts) > self.room(most) or max(counts) > MOST_NEW:
+            return None
+        groups = [
+            NewBlocks(g, each.keys, rows_of(g, each.keys), each.packed, self._seeds[g])
+            for g, each in wanted
+        ]
+        indexes = [each.index for each in self._living()]
+        with self._pool.lock:
+            taken = self._pool.keep_new(groups, indexes, self._admission)
+            if taken is None:
+                return None
+            slots = taken[0] if len(taken) == 1 else np.concatenate(taken)
+            generations = self._pool.generation[slots]
+        sizes = [0] * len(filled)
+        block_ids: list[int] = []
+        keys: list[bytes] = []
+        for g, each in wanted:
+            sizes[g] = len(each.keys)
+            block_ids += each.block_ids
+            keys += header_keys(self._key_prefix, g, each.keys)
+            if each.hinted:
+                self._hint_policy.grant(g, each.privileged().blocks())
+        blocks = BlockSpans(np.array(block_ids, np.int64), tuple(sizes), (0,) * len(filled))
+        return KeepSpec(blocks=blocks, slots=slots, generations=generations, keys=keys)
+
+    def _living(self) -> Sequence[Neighbour]:
+        """This engine and its neighbours. Orphans do not count, as they go soon: what is read from
+        them is kept here."""
+        return [self._own, *(each for each in self._neighbours.present() if not each.orphan)]
+
     def _by_quota(self, blocks: FilledBlocks, tags: Tags) -> list[tuple[FilledBlocks, Tags]]:
         """The blocks and their tags: all together; or each tenant's, as each quota is checked by
         itself, if a tenant has no room for all of its blocks."""
@@ -433,15 +483,13 @@ class HostBlocks:
 
     def lacks(self, tags: Tags, *, here: Bools | bool) -> Bools:
         """Which of the blocks of these tags no living engine has. The others count as used, so that
-        they are not evicted to make room for the blocks that follow them. Orphans do not count, as
-        they go soon: what is read from them is kept here.
+        they are not evicted to make room for the blocks that follow them.
 
         Args:
             here: which blocks must be in the own arena: they are lacking if only a neighbour has
                 them.
         """
-        living = [each for each in self._neighbours.present() if not each.orphan]
-        engines = (self._own, *living)
+        engines = self._living()
         owners, slots, generations = find_each([each.index for each in engines], tags)
         if here is not False:  # the first engine is this one
             owners[here & (owners > 0)] = NOBODY
@@ -536,11 +584,15 @@ class HostBlocks:
 
     def rename(self, key_prefix: bytes) -> None:
         """Give new blocks keys of this prefix. The blocks of now are not found any more."""
-        self._key_prefix = key_prefix
+        self._set_key_prefix(key_prefix)
         with self._pool.lock:
             self._pool.forget()  # without hand-offs nothing else calls it
             assert self._pool.listing is not None
             self._pool.listing.key_prefix = key_prefix
+
+    def _set_key_prefix(self, key_prefix: bytes) -> None:
+        self._key_prefix = key_prefix
+        self._seeds = [seed_of(key_prefix, group) for group in range(self._num_groups)]
 
     def close(self) -> None:
         """Stop sharing, and close the index. Idempotent."""

@@ -8,7 +8,7 @@ held: it is copied later if vLLM still finds it by its hash.
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from operator import attrgetter
@@ -24,11 +24,12 @@ from omni_connector.copy.held_blocks import (
     CopyWork,
     EngineBlock,
 )
-from omni_connector.copy.prefix_jobs import StoreSaveSpec
+from omni_connector.copy.prefix_jobs import KeepSpec, StoreSaveSpec
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, whole_blocks
 from omni_connector.prefix.block_changes import BlockChanges
-from omni_connector.prefix.hints import NO_HINTS, Candidate, FilledBlocks, Hints
+from omni_connector.prefix.filled import FilledRuns
+from omni_connector.prefix.hints import Candidate, FilledBlocks
 from omni_connector.prefix.host_blocks import MAX_IN_ORDER, HostBlocks
 from omni_connector.prefix.key_prefix import KeyPrefix
 from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
@@ -124,60 +125,6 @@ class _Run(NamedTuple):
             hashes=self.hashes[begin:end],
             block_ids=self.block_ids[begin:end],
         )
-
-
-@dataclass(slots=True, eq=False)
-class _Column:
-    """Blocks of one group that are considered together, in the order of their requests and tokens.
-
-    Attributes:
-        keys, hashes, block_ids: of each block.
-        runs: for consecutive blocks their number, and the `Candidate.prompt` and tenant of all.
-        hints: of each run.
-        hinted: whether any block has hints.
-    """
-
-    keys: list[bytes] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
-    runs: list[tuple[int, int, int]] = field(default_factory=list)
-    hints: list[Hints] = field(default_factory=list)
-    hinted: bool = False
-
-    def add(self, run: _Run) -> None:
-        """Append a run, whose prompt has its number."""
-        prompt = run.prompt
-        self.keys += run.keys
-        self.hashes += run.hashes
-        self.block_ids += run.block_ids
-        self.runs.append((len(run.keys), prompt.number, prompt.tenant))
-        self.hints.append(prompt.hints)
-        self.hinted = self.hinted or prompt.hints is not NO_HINTS
-
-    def blocks(self) -> FilledBlocks:
-        """All of them, each key once, with the hints of all its requests."""
-        counts, prompts, tenants = np.array(self.runs, np.int64).reshape(-1, 3).T
-        hints: list[Hints] | None = None
-        if self.hinted:
-            pairs = zip(self.hints, counts.tolist(), strict=True)
-            hints = [each for each, count in pairs for _ in range(count)]
-        blocks = FilledBlocks(
-            self.keys,
-            self.hashes,
-            np.array(self.block_ids, np.int64),
-            prompts.repeat(counts),
-            tenants.repeat(counts),
-            hints,
-        )
-        if len(set(self.keys)) == len(self.keys):
-            return blocks
-        places = {key: place for place, key in enumerate(self.keys)}
-        if hints is not None:
-            joined: dict[bytes, Hints] = {}
-            for key, asked in zip(self.keys, hints, strict=True):
-                joined[key] = asked.joined(joined.get(key, asked))
-            blocks = replace(blocks, hints=[joined[key] for key in self.keys])
-        return blocks.at(np.sort(np.fromiter(places.values(), np.int64, len(places))))
 
 
 class PrefixSaves:
@@ -361,9 +308,9 @@ class PrefixSaves:
         steps = self._step - self._filled[0].step
         return steps >= _LATEST or (steps >= _FEWER_STEPS and self._clock() >= self._consider_at)
 
-    def _take_filled(self, most: int) -> list[FilledBlocks]:
+    def _take_filled(self, most: int) -> list[FilledRuns]:
         """The filled blocks to consider now, `most` at most, those first that filled first."""
-        columns = [_Column() for _ in self._groups]
+        columns = [FilledRuns() for _ in self._groups]
         prompts = set[SharedPrompt]()
         left = most
         while left and self._filled:
@@ -384,17 +331,56 @@ class PrefixSaves:
                     found = (prompt.reached or 0) // self._unit
                     prompt.number = next(self._prompt_numbers) * DEPTHS + depth_of(found)
                 prompt.keeps += 1 + prompt.hints.keeps_here  # waiting blocks make a second job
-            columns[run.group].add(run)
-        return [each.blocks() for each in columns]
+            columns[run.group].add(
+                run.keys,
+                run.hashes,
+                run.block_ids,
+                prompt=prompt.number,
+                tenant=prompt.tenant,
+                hints=prompt.hints,
+            )
+        return columns
 
     def _consider(self, meta: CopyWork, host: HostBlocks, most: int) -> None:
         """Keep blocks that have filled, `most` at most."""
         # Since an earlier step vLLM may have freed blocks, and given them to others.
         unsure = self._filled[0].step != self._step
-        new = self._take_filled(most)
+        runs = self._take_filled(most)
         self._considering = self.num_filled > 0
         if self.waiting:
             self._keep_waiting(meta, host)
+        if self.waiting or not self._keep_new(meta.saves, host, runs, unsure):
+            self._choose(meta, host, [each.blocks() for each in runs], unsure)
+        while self._over and self._over[0][1] <= self._num_considered:
+            prompt, _ = self._over.popleft()
+            self._leave(prompt)
+
+    def _keep_new(
+        self,
+        saves: dict[int, TransferSpec],
+        host: HostBlocks,
+        runs: Sequence[FilledRuns],
+        unsure: bool,
+    ) -> bool:
+        """Keep blocks of which none is found anywhere, and all are wanted; whether they are such.
+
+        Args:
+            unsure: whether vLLM may have evicted some of them.
+        """
+        if unsure:
+            for whose, each in zip(self._group_ids, runs, strict=True):
+                if each.keys and not all(self._finds(whose, each.block_ids, each.hashes)):
+                    return False
+        spec = host.keep_new(runs, self._max_held - self.num_held)
+        if spec is None:
+            return False
+        self._start(saves, host, spec)
+        return True
+
+    def _choose(
+        self, meta: CopyWork, host: HostBlocks, new: list[FilledBlocks], unsure: bool
+    ) -> None:
+        """Keep those of these blocks that are wanted, as far as there is room."""
         if self.waiting:  # new blocks that may wait queue up behind
             asked = [np.flatnonzero(each.mask(attrgetter("keeps_here"))) for each in new]
             pairs = list(zip(new, asked, strict=True))
@@ -402,9 +388,6 @@ class PrefixSaves:
             others = [np.setdiff1d(np.arange(len(each)), places) for each, places in pairs]
             new = [each.at(places) for each, places in zip(new, others, strict=True)]
         self._keep(meta.saves, host, new, self._max_held - self.num_held, unsure)
-        while self._over and self._over[0][1] <= self._num_considered:
-            prompt, _ = self._over.popleft()
-            self._leave(prompt)
 
     def look_at(self, prompt: SharedPrompt, steps: int = 1) -> None:
         """Check after `steps` steps whether blocks of a prompt have filled."""
@@ -686,8 +669,17 @@ class PrefixSaves:
         self.waiting += waiting
         if dropped:
             self._stats.count("blocks_dropped", dropped)
-        if spec is None:
-            return
+        if spec is not None:
+            self._start(saves, host, spec, counted_as)
+
+    def _start(
+        self,
+        saves: dict[int, TransferSpec],
+        host: HostBlocks,
+        spec: KeepSpec,
+        counted_as: str | None = None,
+    ) -> None:
+        """Start a job that copies blocks to the arena; see `_keep`."""
         number = len(spec.slots)
         self.num_held += number
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -555,8 +556,8 @@ class _Assembly:
     ) -> list[bool]:
         blocks = self._manager.block_pool.blocks
         whose = make_block_hash_with_group_id(BlockHash(b""), group_id)
-        pairs = zip(block_ids, hashes, strict=True)
-        return [blocks[each].block_hash == name + whose for each, name in pairs]
+        found = [blocks[each].block_hash for each in block_ids]
+        return list(map(eq, found, [each + whose for each in hashes]))
 
     def _host_blocks(self, prefix: bytes) -> HostBlocks | None:
         """The arenas of this host; None where this engine does not share its own."""

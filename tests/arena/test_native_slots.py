@@ -2,6 +2,7 @@
 """A pool whose books machine code keeps has the same slots, lists and counts as with numpy."""
 
 import importlib
+from copy import deepcopy
 from types import ModuleType
 from unittest.mock import patch
 
@@ -13,11 +14,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from omni_connector.arena import native_slots as module
 from omni_connector.arena import slot_pool
-from omni_connector.arena.block_index import BlockIndex, tags_of
+from omni_connector.arena.block_index import BlockIndex, seed_of, tags_of
 from omni_connector.arena.eviction import DEPTHS, TAILS
-from omni_connector.arena.native_slots import NUM_PROMPTS, native_slots
+from omni_connector.arena.native_slots import NUM_PROMPTS, NewBlocks, native_slots
+from omni_connector.arena.row_table import rows_of
 from omni_connector.arena.slot_index import SlotChanges
 from omni_connector.arena.slot_pool import SlotListing, SlotPool
+from omni_connector.config import Admission
+
+Runs = tuple[int, list[bytes], list[tuple[int, int, int]]]
+"""A group, the keys of blocks, and of each run of them the number, prompt and tenant."""
 
 SLOTS = 6
 BLOCKS = 12
@@ -107,6 +113,85 @@ class Pools(RuleBasedStateMachine):
             self.both("filled", kept.slots)  # type: ignore[attr-defined]
             self.both("let_go", kept.slots[::-1])  # type: ignore[attr-defined]
             self.agree()
+
+    @rule(
+        lots=st.lists(
+            st.tuples(
+                st.integers(0, 1),
+                st.integers(0, BLOCKS - 1),
+                st.integers(1, 4),
+                st.sampled_from([0, 0, 1, 2]),
+            ),
+            min_size=1,
+            max_size=3,
+        ),
+        lengths=st.sampled_from([(16, 16)] * 4 + [(16, 32), (6, 6)]),
+        admission=st.sampled_from(["auto", "auto", "all", "second_hit"]),
+    )
+    def keep_new(
+        self,
+        lots: list[tuple[int, int, int, int]],
+        lengths: tuple[int, int],
+        admission: Admission,
+    ) -> None:
+        """Exactly where nothing has to be decided slots are given, and the same as otherwise."""
+        groups: list[Runs] = []
+        for group in sorted({each[0] for each in lots}):
+            keys, runs = [], []
+            for number, (_, first, count, tenant) in enumerate(x for x in lots if x[0] == group):
+                keys += [key((first + i) % BLOCKS, lengths[number % 2]) for i in range(count)]
+                runs.append((count, number * DEPTHS + first % 3, tenant))
+            groups.append((group, keys, runs))
+        new = [
+            NewBlocks(
+                group,
+                keys,
+                rows_of(group, keys),
+                np.array(runs, np.int64).tobytes(),
+                seed_of(b"model", group),
+            )
+            for group, keys, runs in groups
+        ]
+        expected = self.nothing_to_decide(groups, admission)
+        given = []
+        for pool in self.pools:
+            assert pool.listing is not None
+            given.append(pool.keep_new(new, [pool.listing._index], admission))
+        np.testing.assert_equal(given[0], given[1])
+        assert (given[0] is not None) == expected
+        self.copies += given[0] or []
+
+    def nothing_to_decide(
+        self,
+        groups: list[tuple[int, list[bytes], list[tuple[int, int, int]]]],
+        admission: Admission,
+    ) -> bool:
+        """By the methods of the plain pool, which decide each question by itself."""
+        pool = self.pools[0]
+        assert pool.listing is not None
+        owners: list[int] = []
+        for group, keys, runs in groups:
+            counts, prompts, tenants = np.array(runs, np.int64).T
+            owners += tenants.repeat(counts).tolist()
+            alike = len(set(map(len, keys))) == 1 and len(keys[0]) >= 8
+            if not alike or len(set(keys)) < len(keys) or len(pool.find(group, keys)):
+                return False
+            if (pool.listing._index.find(tags_of(b"model", group, keys))[0] >= 0).any():
+                return False
+            if admission == "auto" and sum(len(each[1]) for each in groups) > pool._num_free:
+                order = deepcopy(pool._order)  # as it remembers what it passes over
+                unknown = np.full(len(keys), 1 << 40)
+                if not order.admits(unknown, admission, prompts.repeat(counts)).all():
+                    return False
+        if admission == "second_hit":
+            return False
+        return len(owners) <= pool._num_available and pool.fits(np.array(owners))
+
+    @rule(depth=st.integers(0, 2), new=st.sampled_from([31, 32, 32]), again=st.integers(3, 5))
+    def many_new(self, depth: int, new: int, again: int) -> None:
+        for pool in self.pools:
+            pool._order._new[depth] = new
+            pool._order._used_again[depth] = again
 
     @precondition(lambda self: self.copies)
     @rule(data=st.data(), fails=st.sampled_from([False] * 5 + [True]), held=st.booleans())

@@ -7,40 +7,7 @@
  *
  * scripts/compile_kernels.py makes probe.ll of this file.
  */
-#include "own_index.h"
-
-struct index {
-    const uint64_t *fingerprints; // a bucket's, one in each byte; 0 for an empty cell
-    const uint32_t *cells;        // the slots, eight for each bucket
-    const uint64_t *checks;       // of each slot
-    const int64_t *generations;   // of each slot; negative while it is not to be read
-    uint64_t num_slots;           // and of buckets
-};
-
-static const uint64_t MIX = 0xD6E8FEB86659FD93;
-
-/* Whether the index has the block; if so, its slot and generation are written. */
-static int find(const struct index *index, uint64_t tag, int64_t *slot, int64_t *generation)
-{
-    uint64_t bucket = (tag >> 32) * index->num_slots >> 32;
-    uint64_t fingerprint = (tag & 127) | 128;
-    uint64_t differences = READ(index->fingerprints[bucket]) ^ fingerprint * EACH_BYTE;
-    /* The high bit of each byte that is 0; also of some others, which the check tells apart. */
-    uint64_t matches = (differences - EACH_BYTE) & ~differences & 128 * EACH_BYTE;
-    for (; matches; matches &= matches - 1) {
-        uint64_t found = READ(index->cells[8 * bucket + __builtin_ctzll(matches) / 8]);
-        if (found >= index->num_slots)
-            continue;
-        int64_t its_generation = READ(index->generations[found]);
-        uint64_t check = READ(index->checks[found]);
-        if (its_generation >= 0 && ((uint64_t)its_generation * PRIME ^ tag) == check) {
-            *slot = (int64_t)found;
-            *generation = its_generation;
-            return 1;
-        }
-    }
-    return 0;
-}
+#include "index.h"
 
 /* How many blocks are found before the first that no index has. Each block is looked up first in
  * the index that had the one before. */
@@ -95,12 +62,6 @@ int64_t change(
 /* The tags of blocks, from the first 8 bytes of each of their hashes. */
 void tag(const uint8_t *hashes, int64_t hash_bytes, int64_t count, uint64_t seed, uint64_t *tags)
 {
-    for (int64_t i = 0; i < count; i++) {
-        uint64_t word;
-        __builtin_memcpy(&word, hashes + i * hash_bytes, 8);
-        word = (word ^ seed) * MIX;
-        word ^= word >> 32;
-        word *= MIX;
-        tags[i] = word ? word : 1;
-    }
+    for (int64_t i = 0; i < count; i++)
+        tags[i] = tag_of(hashes + i * hash_bytes, seed);
 }

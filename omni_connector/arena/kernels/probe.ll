@@ -1,4 +1,4 @@
-; clang 19, sha256 of the C 0978358544918f7b
+; clang 19, sha256 of the C 1014e72b558392f1
 ; scripts/compile_kernels.py has made this file.
 
 %struct.index = type { ptr, ptr, ptr, ptr, i64 }
@@ -366,8 +366,8 @@ return:
 
 define void @tag(ptr %hashes, i64 %hash_bytes, i64 %count, i64 %seed, ptr %tags) {
 entry:
-  %cmp12 = icmp sgt i64 %count, 0
-  br i1 %cmp12, label %for.body.preheader, label %for.cond.cleanup
+  %cmp4 = icmp sgt i64 %count, 0
+  br i1 %cmp4, label %for.body.preheader, label %for.cond.cleanup
 
 for.body.preheader:
   %xtraiter = and i64 %count, 1
@@ -379,57 +379,57 @@ for.body.preheader.new:
   br label %for.body
 
 for.cond.cleanup.loopexit.unr-lcssa:
-  %i.013.unr = phi i64 [ 0, %for.body.preheader ], [ %inc.1, %for.body ]
+  %i.05.unr = phi i64 [ 0, %for.body.preheader ], [ %inc.1, %for.body ]
   %lcmp.mod.not = icmp eq i64 %xtraiter, 0
   br i1 %lcmp.mod.not, label %for.cond.cleanup, label %for.body.epil
 
 for.body.epil:
-  %mul.epil = mul i64 %i.013.unr, %hash_bytes
+  %mul.epil = mul i64 %i.05.unr, %hash_bytes
   %add.ptr.epil = getelementptr i8, ptr %hashes, i64 %mul.epil
-  %word.0.copyload.epil = load i64, ptr %add.ptr.epil, align 1
-  %xor.epil = xor i64 %word.0.copyload.epil, %seed
-  %mul1.epil = mul i64 %xor.epil, -2960836687051489901
-  %shr.epil = lshr i64 %mul1.epil, 32
-  %xor2.epil = xor i64 %shr.epil, %mul1.epil
-  %mul3.epil = mul i64 %xor2.epil, -2960836687051489901
-  %tobool.not.epil = icmp eq i64 %word.0.copyload.epil, %seed
-  %cond.epil = select i1 %tobool.not.epil, i64 1, i64 %mul3.epil
-  %arrayidx.epil = getelementptr i64, ptr %tags, i64 %i.013.unr
-  store i64 %cond.epil, ptr %arrayidx.epil, align 8
+  %word.0.copyload.i.epil = load i64, ptr %add.ptr.epil, align 1
+  %xor.i.epil = xor i64 %word.0.copyload.i.epil, %seed
+  %mul.i.epil = mul i64 %xor.i.epil, -2960836687051489901
+  %shr.i.epil = lshr i64 %mul.i.epil, 32
+  %xor1.i.epil = xor i64 %shr.i.epil, %mul.i.epil
+  %mul2.i.epil = mul i64 %xor1.i.epil, -2960836687051489901
+  %tobool.not.i.epil = icmp eq i64 %word.0.copyload.i.epil, %seed
+  %cond.i.epil = select i1 %tobool.not.i.epil, i64 1, i64 %mul2.i.epil
+  %arrayidx.epil = getelementptr i64, ptr %tags, i64 %i.05.unr
+  store i64 %cond.i.epil, ptr %arrayidx.epil, align 8
   br label %for.cond.cleanup
 
 for.cond.cleanup:
   ret void
 
 for.body:
-  %i.013 = phi i64 [ 0, %for.body.preheader.new ], [ %inc.1, %for.body ]
+  %i.05 = phi i64 [ 0, %for.body.preheader.new ], [ %inc.1, %for.body ]
   %niter = phi i64 [ 0, %for.body.preheader.new ], [ %niter.next.1, %for.body ]
-  %mul = mul i64 %i.013, %hash_bytes
+  %mul = mul i64 %i.05, %hash_bytes
   %add.ptr = getelementptr i8, ptr %hashes, i64 %mul
-  %word.0.copyload = load i64, ptr %add.ptr, align 1
-  %xor = xor i64 %word.0.copyload, %seed
-  %mul1 = mul i64 %xor, -2960836687051489901
-  %shr = lshr i64 %mul1, 32
-  %xor2 = xor i64 %shr, %mul1
-  %mul3 = mul i64 %xor2, -2960836687051489901
-  %tobool.not = icmp eq i64 %word.0.copyload, %seed
-  %cond = select i1 %tobool.not, i64 1, i64 %mul3
-  %arrayidx = getelementptr i64, ptr %tags, i64 %i.013
-  store i64 %cond, ptr %arrayidx, align 8
-  %inc = or i64 %i.013, 1
+  %word.0.copyload.i = load i64, ptr %add.ptr, align 1
+  %xor.i = xor i64 %word.0.copyload.i, %seed
+  %mul.i = mul i64 %xor.i, -2960836687051489901
+  %shr.i = lshr i64 %mul.i, 32
+  %xor1.i = xor i64 %shr.i, %mul.i
+  %mul2.i = mul i64 %xor1.i, -2960836687051489901
+  %tobool.not.i = icmp eq i64 %word.0.copyload.i, %seed
+  %cond.i = select i1 %tobool.not.i, i64 1, i64 %mul2.i
+  %arrayidx = getelementptr i64, ptr %tags, i64 %i.05
+  store i64 %cond.i, ptr %arrayidx, align 8
+  %inc = or i64 %i.05, 1
   %mul.1 = mul i64 %inc, %hash_bytes
   %add.ptr.1 = getelementptr i8, ptr %hashes, i64 %mul.1
-  %word.0.copyload.1 = load i64, ptr %add.ptr.1, align 1
-  %xor.1 = xor i64 %word.0.copyload.1, %seed
-  %mul1.1 = mul i64 %xor.1, -2960836687051489901
-  %shr.1 = lshr i64 %mul1.1, 32
-  %xor2.1 = xor i64 %shr.1, %mul1.1
-  %mul3.1 = mul i64 %xor2.1, -2960836687051489901
-  %tobool.not.1 = icmp eq i64 %word.0.copyload.1, %seed
-  %cond.1 = select i1 %tobool.not.1, i64 1, i64 %mul3.1
+  %word.0.copyload.i.1 = load i64, ptr %add.ptr.1, align 1
+  %xor.i.1 = xor i64 %word.0.copyload.i.1, %seed
+  %mul.i.1 = mul i64 %xor.i.1, -2960836687051489901
+  %shr.i.1 = lshr i64 %mul.i.1, 32
+  %xor1.i.1 = xor i64 %shr.i.1, %mul.i.1
+  %mul2.i.1 = mul i64 %xor1.i.1, -2960836687051489901
+  %tobool.not.i.1 = icmp eq i64 %word.0.copyload.i.1, %seed
+  %cond.i.1 = select i1 %tobool.not.i.1, i64 1, i64 %mul2.i.1
   %arrayidx.1 = getelementptr i64, ptr %tags, i64 %inc
-  store i64 %cond.1, ptr %arrayidx.1, align 8
-  %inc.1 = add i64 %i.013, 2
+  store i64 %cond.i.1, ptr %arrayidx.1, align 8
+  %inc.1 = add i64 %i.05, 2
   %niter.next.1 = add i64 %niter, 2
   %niter.ncmp.1 = icmp eq i64 %niter.next.1, %unroll_iter
   br i1 %niter.ncmp.1, label %for.cond.cleanup.loopexit.unr-lcssa, label %for.body

@@ -1,4 +1,4 @@
-; clang 19, sha256 of the C 3a4d061b9b765a58
+; clang 19, sha256 of the C 6aeb24834d971fd9
 ; scripts/compile_kernels.py has made this file.
 
 %struct.row = type <{ [4 x i64], i32 }>

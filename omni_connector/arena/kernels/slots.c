@@ -6,7 +6,7 @@
  *
  * scripts/compile_kernels.py makes slots.ll of this file.
  */
-#include "own_index.h"
+#include "index.h"
 #include "rows.h"
 
 enum {
@@ -28,10 +28,78 @@ struct slots {
     double *new, *used_again; // numbers of contents, of each depth
     uint8_t *marks;           // of each number of a prompt; all 0 between two calls
     uint64_t num_slots;
-    double most_new; // contents after which `new` and `used_again` are halved
+    double most_new;     // contents after which `new` and `used_again` are halved
+    double sample, worth; // `LEAST` and `WORTH` of arena/eviction.py
+};
+
+/* Consecutive blocks of one prompt. */
+struct run {
+    int64_t count, prompt, tenant;
+};
+
+/* New blocks of one group, for which there is room. */
+struct batch {
+    uint64_t *tags; // of each block, as are the next two
+    int64_t *prompts, *tenants;
+    int32_t *places; // 2^bits, all 0 between two calls; at least twice as many as blocks
+    int64_t bits;
 };
 
 static const uint64_t LOWER_HALF = 0xFFFFFFFF;
+
+/* Whether no row is there twice. */
+static int all_differ(const struct batch *batch, const struct row *rows, int64_t count)
+{
+    int differ = 1;
+    uint64_t last = (1ull << batch->bits) - 1;
+    for (int64_t i = 0; differ && i < count; i++) {
+        uint64_t place = (rows[i].words[0] * ROW_PRIME) >> (64 - batch->bits);
+        while (batch->places[place] && !same(&rows[batch->places[place] - 1], &rows[i]))
+            place = (place + 1) & last;
+        differ = batch->places[place] == 0;
+        batch->places[place] = (int32_t)(i + 1);
+    }
+    for (uint64_t place = 0; place <= last; place++)
+        batch->places[place] = 0;
+    return differ;
+}
+
+/* Whether blocks are all new and admitted: keys have one length and are different, neither an index
+ * nor the table has one, and new blocks of each prompt's depth are kept. Fills `batch`, and changes
+ * nothing else.
+ *
+ * seed: of their tags. picks: whether new blocks of some depths are passed over. */
+int64_t examine(
+    const struct slots *slots, const struct table *table, const struct index *indexes,
+    int64_t num_indexes, const struct row *rows, const struct run *runs, int64_t num_runs,
+    uint64_t seed, int64_t picks, const struct batch *batch)
+{
+    int64_t count = 0;
+    for (const struct run *run = runs; run < runs + num_runs; run++) {
+        int64_t depth = run->prompt % DEPTHS;
+        if (picks && slots->new[depth] >= slots->sample &&
+            slots->used_again[depth] * slots->worth < slots->new[depth])
+            return 0;
+        for (int64_t end = count + run->count; count < end; count++) {
+            batch->prompts[count] = run->prompt;
+            batch->tenants[count] = run->tenant;
+        }
+    }
+    uint32_t length = rows->last_word >> 24;
+    if (length < HASHED_BYTES || !all_differ(batch, rows, count))
+        return 0;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t slot, generation;
+        batch->tags[i] = tag_of(&rows[i], seed);
+        if (rows[i].last_word >> 24 != length ||
+            entry_of(table, &rows[i], bucket_of(table, &rows[i])) >= 0)
+            return 0;
+        for (int64_t owner = 0; owner < num_indexes; owner++)
+            if (find(&indexes[owner], batch->tags[i], &slot, &generation))
+                return 0;
+    }
+    return 1;
+}
 
 /* Contents begin to be copied into slots, and are remembered if they were evicted before. */
 static void remember(

@@ -1,7 +1,446 @@
-; clang 19, sha256 of the C 06525b0a0dcc1bc2
+; clang 19, sha256 of the C 4f282a62d91aa467
 ; scripts/compile_kernels.py has made this file.
 
+%struct.run = type { i64, i64, i64 }
 %struct.row = type <{ [4 x i64], i32 }>
+%struct.index = type { ptr, ptr, ptr, ptr, i64 }
+
+define i64 @examine(ptr %slots, ptr %table, ptr %indexes, i64 %num_indexes, ptr %rows, ptr %runs, i64 %num_runs, i64 %seed, i64 %picks, ptr %batch) {
+entry:
+  %add.ptr = getelementptr %struct.run, ptr %runs, i64 %num_runs
+  %cmp.not176 = icmp sgt i64 %num_runs, 0
+  br i1 %cmp.not176, label %for.body.lr.ph, label %for.end18.thread
+
+for.body.lr.ph:
+  %tobool.not = icmp eq i64 %picks, 0
+  %new = getelementptr i8, ptr %slots, i64 104
+  %sample = getelementptr i8, ptr %slots, i64 144
+  %used_again = getelementptr i8, ptr %slots, i64 112
+  %worth = getelementptr i8, ptr %slots, i64 152
+  %prompts = getelementptr i8, ptr %batch, i64 8
+  %tenants = getelementptr i8, ptr %batch, i64 16
+  br label %for.body
+
+for.body:
+  %count.0178 = phi i64 [ 0, %for.body.lr.ph ], [ %count.1.lcssa, %for.inc15 ]
+  %run.0177 = phi ptr [ %runs, %for.body.lr.ph ], [ %incdec.ptr, %for.inc15 ]
+  %prompt = getelementptr i8, ptr %run.0177, i64 8
+  %0 = load i64, ptr %prompt, align 8
+  %rem = srem i64 %0, 17
+  br i1 %tobool.not, label %if.end, label %land.lhs.true
+
+land.lhs.true:
+  %1 = load ptr, ptr %new, align 8
+  %arrayidx = getelementptr double, ptr %1, i64 %rem
+  %2 = load double, ptr %arrayidx, align 8
+  %3 = load double, ptr %sample, align 8
+  %cmp1 = fcmp ult double %2, %3
+  br i1 %cmp1, label %if.end, label %land.lhs.true2
+
+land.lhs.true2:
+  %4 = load ptr, ptr %used_again, align 8
+  %arrayidx3 = getelementptr double, ptr %4, i64 %rem
+  %5 = load double, ptr %arrayidx3, align 8
+  %6 = load double, ptr %worth, align 8
+  %mul = fmul double %5, %6
+  %cmp6 = fcmp olt double %mul, %2
+  br i1 %cmp6, label %cleanup68, label %if.end
+
+if.end:
+  %7 = load i64, ptr %run.0177, align 8
+  %add = add i64 %7, %count.0178
+  %cmp9174 = icmp sgt i64 %7, 0
+  br i1 %cmp9174, label %for.body11.lr.ph, label %for.inc15
+
+for.body11.lr.ph:
+  %tenant = getelementptr i8, ptr %run.0177, i64 16
+  br label %for.body11
+
+for.body11:
+  %count.1175 = phi i64 [ %count.0178, %for.body11.lr.ph ], [ %inc, %for.body11 ]
+  %8 = load i64, ptr %prompt, align 8
+  %9 = load ptr, ptr %prompts, align 8
+  %arrayidx13 = getelementptr i64, ptr %9, i64 %count.1175
+  store i64 %8, ptr %arrayidx13, align 8
+  %10 = load i64, ptr %tenant, align 8
+  %11 = load ptr, ptr %tenants, align 8
+  %arrayidx14 = getelementptr i64, ptr %11, i64 %count.1175
+  store i64 %10, ptr %arrayidx14, align 8
+  %inc = add i64 %count.1175, 1
+  %cmp9 = icmp slt i64 %inc, %add
+  br i1 %cmp9, label %for.body11, label %for.inc15
+
+for.inc15:
+  %count.1.lcssa = phi i64 [ %count.0178, %if.end ], [ %inc, %for.body11 ]
+  %incdec.ptr = getelementptr i8, ptr %run.0177, i64 24
+  %cmp.not = icmp ult ptr %incdec.ptr, %add.ptr
+  br i1 %cmp.not, label %for.body, label %for.end18
+
+for.end18:
+  %last_word = getelementptr i8, ptr %rows, i64 32
+  %12 = load i32, ptr %last_word, align 1
+  %cmp19 = icmp ult i32 %12, 134217728
+  br i1 %cmp19, label %cleanup68, label %lor.lhs.false
+
+for.end18.thread:
+  %last_word197 = getelementptr i8, ptr %rows, i64 32
+  %13 = load i32, ptr %last_word197, align 1
+  %cmp19198 = icmp ult i32 %13, 134217728
+  br i1 %cmp19198, label %cleanup68, label %lor.lhs.false.thread
+
+lor.lhs.false.thread:
+  %bits.i201 = getelementptr i8, ptr %batch, i64 32
+  %14 = load i64, ptr %bits.i201, align 8
+  %notmask.i202 = shl i64 -1, %14
+  br label %for.cond22.preheader.i
+
+lor.lhs.false:
+  %bits.i = getelementptr i8, ptr %batch, i64 32
+  %15 = load i64, ptr %bits.i, align 8
+  %notmask.i = shl i64 -1, %15
+  %sub.i = xor i64 %notmask.i, -1
+  %cmp61.i = icmp sgt i64 %count.1.lcssa, 0
+  br i1 %cmp61.i, label %for.body.lr.ph.i, label %for.cond22.preheader.i
+
+for.body.lr.ph.i:
+  %places.i = getelementptr i8, ptr %batch, i64 24
+  br label %for.body.i
+
+for.cond22.preheader.i:
+  %notmask.i206 = phi i64 [ %notmask.i, %lor.lhs.false ], [ %notmask.i, %while.end.thread.i ], [ %notmask.i202, %lor.lhs.false.thread ], [ %notmask.i, %while.end.i ]
+  %count.0.lcssa199205 = phi i64 [ %count.1.lcssa, %lor.lhs.false ], [ %count.1.lcssa, %while.end.thread.i ], [ 0, %lor.lhs.false.thread ], [ %count.1.lcssa, %while.end.i ]
+  %16 = phi i32 [ %12, %lor.lhs.false ], [ %12, %while.end.thread.i ], [ %13, %lor.lhs.false.thread ], [ %12, %while.end.i ]
+  %tobool20.not = phi i1 [ false, %lor.lhs.false ], [ true, %while.end.thread.i ], [ false, %lor.lhs.false.thread ], [ false, %while.end.i ]
+  %places27.i = getelementptr i8, ptr %batch, i64 24
+  %17 = sub i64 0, %notmask.i206
+  %xtraiter = and i64 %17, 3
+  %18 = icmp ugt i64 %notmask.i206, -4
+  br i1 %18, label %all_differ.exit.unr-lcssa, label %for.cond22.preheader.i.new
+
+for.cond22.preheader.i.new:
+  %unroll_iter = and i64 %17, -4
+  br label %for.body26.i
+
+for.body.i:
+  %i.062.i = phi i64 [ 0, %for.body.lr.ph.i ], [ %add17.i, %while.end.i ]
+  %arrayidx.i = getelementptr %struct.row, ptr %rows, i64 %i.062.i
+  %19 = load i64, ptr %arrayidx.i, align 1
+  %mul.i = mul i64 %19, -7046029254386353131
+  %20 = load i64, ptr %bits.i, align 8
+  %sub3.i = sub i64 64, %20
+  %shr.i = lshr i64 %mul.i, %sub3.i
+  %21 = load ptr, ptr %places.i, align 8
+  %arrayidx452.i = getelementptr i32, ptr %21, i64 %shr.i
+  %22 = load i32, ptr %arrayidx452.i, align 4
+  %tobool5.not53.i = icmp eq i32 %22, 0
+  br i1 %tobool5.not53.i, label %while.end.i, label %land.rhs6.lr.ph.i
+
+land.rhs6.lr.ph.i:
+  %last_word1.i.i = getelementptr i8, ptr %arrayidx.i, i64 32
+  %23 = load i32, ptr %last_word1.i.i, align 1
+  %arrayidx5.1.i.i = getelementptr i8, ptr %arrayidx.i, i64 8
+  %24 = load i64, ptr %arrayidx5.1.i.i, align 1
+  %arrayidx5.2.i.i = getelementptr i8, ptr %arrayidx.i, i64 16
+  %25 = load i64, ptr %arrayidx5.2.i.i, align 1
+  %arrayidx5.3.i.i = getelementptr i8, ptr %arrayidx.i, i64 24
+  %26 = load i64, ptr %arrayidx5.3.i.i, align 1
+  br label %land.rhs6.i
+
+land.rhs6.i:
+  %27 = phi i32 [ %22, %land.rhs6.lr.ph.i ], [ %36, %while.body.i ]
+  %place.054.i = phi i64 [ %shr.i, %land.rhs6.lr.ph.i ], [ %and.i, %while.body.i ]
+  %28 = sext i32 %27 to i64
+  %29 = getelementptr %struct.row, ptr %rows, i64 %28
+  %arrayidx10.i = getelementptr i8, ptr %29, i64 -36
+  %last_word.i.i = getelementptr i8, ptr %29, i64 -4
+  %30 = load i32, ptr %last_word.i.i, align 1
+  %xor.i.i = xor i32 %30, %23
+  %conv.i.i = zext i32 %xor.i.i to i64
+  %31 = load i64, ptr %arrayidx10.i, align 1
+  %xor6.i.i = xor i64 %31, %19
+  %or.i.i = or i64 %xor6.i.i, %conv.i.i
+  %arrayidx.1.i.i = getelementptr i8, ptr %29, i64 -28
+  %32 = load i64, ptr %arrayidx.1.i.i, align 1
+  %xor6.1.i.i = xor i64 %32, %24
+  %or.1.i.i = or i64 %or.i.i, %xor6.1.i.i
+  %arrayidx.2.i.i = getelementptr i8, ptr %29, i64 -20
+  %33 = load i64, ptr %arrayidx.2.i.i, align 1
+  %xor6.2.i.i = xor i64 %33, %25
+  %or.2.i.i = or i64 %or.1.i.i, %xor6.2.i.i
+  %arrayidx.3.i.i = getelementptr i8, ptr %29, i64 -12
+  %34 = load i64, ptr %arrayidx.3.i.i, align 1
+  %xor6.3.i.i = xor i64 %34, %26
+  %or.3.i.i = or i64 %or.2.i.i, %xor6.3.i.i
+  %cmp7.i.not.not.i = icmp eq i64 %or.3.i.i, 0
+  br i1 %cmp7.i.not.not.i, label %while.end.thread.i, label %while.body.i
+
+while.end.thread.i:
+  %arrayidx4.le67.i = getelementptr i32, ptr %21, i64 %place.054.i
+  %35 = trunc i64 %i.062.i to i32
+  %conv1869.i = add i32 %35, 1
+  store i32 %conv1869.i, ptr %arrayidx4.le67.i, align 4
+  br label %for.cond22.preheader.i
+
+while.body.i:
+  %add.i = add i64 %place.054.i, 1
+  %and.i = and i64 %add.i, %sub.i
+  %arrayidx4.i = getelementptr i32, ptr %21, i64 %and.i
+  %36 = load i32, ptr %arrayidx4.i, align 4
+  %tobool5.not.i = icmp eq i32 %36, 0
+  br i1 %tobool5.not.i, label %while.end.i, label %land.rhs6.i
+
+while.end.i:
+  %place.0.lcssa.i = phi i64 [ %shr.i, %for.body.i ], [ %and.i, %while.body.i ]
+  %arrayidx4.le.i = getelementptr i32, ptr %21, i64 %place.0.lcssa.i
+  %add17.i = add i64 %i.062.i, 1
+  %conv18.i = trunc i64 %add17.i to i32
+  store i32 %conv18.i, ptr %arrayidx4.le.i, align 4
+  %exitcond.not = icmp eq i64 %add17.i, %count.1.lcssa
+  br i1 %exitcond.not, label %for.cond22.preheader.i, label %for.body.i
+
+for.body26.i:
+  %place21.064.i = phi i64 [ 0, %for.cond22.preheader.i.new ], [ %inc30.i.3, %for.body26.i ]
+  %niter = phi i64 [ 0, %for.cond22.preheader.i.new ], [ %niter.next.3, %for.body26.i ]
+  %37 = load ptr, ptr %places27.i, align 8
+  %arrayidx28.i = getelementptr i32, ptr %37, i64 %place21.064.i
+  store i32 0, ptr %arrayidx28.i, align 4
+  %inc30.i = or i64 %place21.064.i, 1
+  %38 = load ptr, ptr %places27.i, align 8
+  %arrayidx28.i.1 = getelementptr i32, ptr %38, i64 %inc30.i
+  store i32 0, ptr %arrayidx28.i.1, align 4
+  %inc30.i.1 = or i64 %place21.064.i, 2
+  %39 = load ptr, ptr %places27.i, align 8
+  %arrayidx28.i.2 = getelementptr i32, ptr %39, i64 %inc30.i.1
+  store i32 0, ptr %arrayidx28.i.2, align 4
+  %inc30.i.2 = or i64 %place21.064.i, 3
+  %40 = load ptr, ptr %places27.i, align 8
+  %arrayidx28.i.3 = getelementptr i32, ptr %40, i64 %inc30.i.2
+  store i32 0, ptr %arrayidx28.i.3, align 4
+  %inc30.i.3 = add i64 %place21.064.i, 4
+  %niter.next.3 = add i64 %niter, 4
+  %niter.ncmp.3 = icmp eq i64 %niter.next.3, %unroll_iter
+  br i1 %niter.ncmp.3, label %all_differ.exit.unr-lcssa, label %for.body26.i
+
+all_differ.exit.unr-lcssa:
+  %place21.064.i.unr = phi i64 [ 0, %for.cond22.preheader.i ], [ %inc30.i.3, %for.body26.i ]
+  %lcmp.mod.not = icmp eq i64 %xtraiter, 0
+  br i1 %lcmp.mod.not, label %all_differ.exit, label %for.body26.i.epil
+
+for.body26.i.epil:
+  %place21.064.i.epil = phi i64 [ %inc30.i.epil, %for.body26.i.epil ], [ %place21.064.i.unr, %all_differ.exit.unr-lcssa ]
+  %epil.iter = phi i64 [ %epil.iter.next, %for.body26.i.epil ], [ 0, %all_differ.exit.unr-lcssa ]
+  %41 = load ptr, ptr %places27.i, align 8
+  %arrayidx28.i.epil = getelementptr i32, ptr %41, i64 %place21.064.i.epil
+  store i32 0, ptr %arrayidx28.i.epil, align 4
+  %inc30.i.epil = add i64 %place21.064.i.epil, 1
+  %epil.iter.next = add i64 %epil.iter, 1
+  %epil.iter.cmp.not = icmp eq i64 %epil.iter.next, %xtraiter
+  br i1 %epil.iter.cmp.not, label %all_differ.exit, label %for.body26.i.epil
+
+all_differ.exit:
+  br i1 %tobool20.not, label %cleanup68, label %for.cond23.preheader
+
+for.cond23.preheader:
+  %cmp24.not182 = icmp slt i64 %count.0.lcssa199205, 1
+  br i1 %cmp24.not182, label %cleanup64, label %for.body26.lr.ph
+
+for.body26.lr.ph:
+  %num_buckets.i = getelementptr i8, ptr %table, i64 40
+  %first.i = getelementptr i8, ptr %table, i64 32
+  %alive.i = getelementptr i8, ptr %table, i64 8
+  %next.i = getelementptr i8, ptr %table, i64 16
+  %cmp43.not180 = icmp sgt i64 %num_indexes, 0
+  br label %for.body26
+
+for.body26:
+  %cmp24.not184 = phi i1 [ false, %for.body26.lr.ph ], [ %cmp24.not, %for.inc62 ]
+  %i.0183 = phi i64 [ 0, %for.body26.lr.ph ], [ %inc63, %for.inc62 ]
+  %arrayidx27 = getelementptr %struct.row, ptr %rows, i64 %i.0183
+  %word.0.copyload.i = load i64, ptr %arrayidx27, align 1
+  %xor.i = xor i64 %word.0.copyload.i, %seed
+  %mul.i115 = mul i64 %xor.i, -2960836687051489901
+  %shr.i116 = lshr i64 %mul.i115, 32
+  %xor1.i = xor i64 %shr.i116, %mul.i115
+  %mul2.i = mul i64 %xor1.i, -2960836687051489901
+  %tobool.not.i = icmp eq i64 %word.0.copyload.i, %seed
+  %cond.i = select i1 %tobool.not.i, i64 1, i64 %mul2.i
+  %42 = load ptr, ptr %batch, align 8
+  %arrayidx29 = getelementptr i64, ptr %42, i64 %i.0183
+  store i64 %cond.i, ptr %arrayidx29, align 8
+  %last_word31 = getelementptr i8, ptr %arrayidx27, i64 32
+  %43 = load i32, ptr %last_word31, align 1
+  %cmp33.not.unshifted = xor i32 %43, %16
+  %cmp33.not = icmp ult i32 %cmp33.not.unshifted, 16777216
+  br i1 %cmp33.not, label %lor.lhs.false34, label %cleanup64
+
+lor.lhs.false34:
+  %conv.i = zext i32 %43 to i64
+  %hash.09.i = mul i64 %conv.i, -7046029254386353131
+  %arrayidx.i117 = getelementptr i8, ptr %arrayidx27, i64 24
+  %44 = load i64, ptr %arrayidx.i117, align 1
+  %or.i.i118 = tail call i64 @llvm.fshl.i64(i64 %hash.09.i, i64 %hash.09.i, i64 29)
+  %xor.i.i119 = xor i64 %44, %or.i.i118
+  %hash.0.i = mul i64 %xor.i.i119, -7046029254386353131
+  %arrayidx.1.i = getelementptr i8, ptr %arrayidx27, i64 16
+  %45 = load i64, ptr %arrayidx.1.i, align 1
+  %or.i.1.i = tail call i64 @llvm.fshl.i64(i64 %hash.0.i, i64 %hash.0.i, i64 29)
+  %xor.i.1.i = xor i64 %or.i.1.i, %45
+  %hash.0.1.i = mul i64 %xor.i.1.i, -7046029254386353131
+  %arrayidx.2.i = getelementptr i8, ptr %arrayidx27, i64 8
+  %46 = load i64, ptr %arrayidx.2.i, align 1
+  %or.i.2.i = tail call i64 @llvm.fshl.i64(i64 %hash.0.1.i, i64 %hash.0.1.i, i64 29)
+  %xor.i.2.i = xor i64 %or.i.2.i, %46
+  %hash.0.2.i = mul i64 %xor.i.2.i, -7046029254386353131
+  %47 = load i64, ptr %arrayidx27, align 1
+  %or.i.3.i = tail call i64 @llvm.fshl.i64(i64 %hash.0.2.i, i64 %hash.0.2.i, i64 29)
+  %xor.i.3.i = xor i64 %or.i.3.i, %47
+  %hash.0.3.i = mul i64 %xor.i.3.i, -7046029254386353131
+  %shr.i120 = lshr i64 %hash.0.3.i, 32
+  %48 = load i64, ptr %num_buckets.i, align 8
+  %mul.i121 = mul i64 %shr.i120, %48
+  %shr3.i = lshr i64 %mul.i121, 32
+  %49 = load ptr, ptr %first.i, align 8
+  %arrayidx.i122 = getelementptr i32, ptr %49, i64 %shr3.i
+  %entry1.017.i = load i32, ptr %arrayidx.i122, align 4
+  %cmp18.i = icmp sgt i32 %entry1.017.i, -1
+  br i1 %cmp18.i, label %land.rhs.lr.ph.i, label %entry_of.exit
+
+land.rhs.lr.ph.i:
+  %50 = load ptr, ptr %table, align 8
+  br label %land.rhs.i
+
+land.rhs.i:
+  %entry1.019.i = phi i32 [ %entry1.017.i, %land.rhs.lr.ph.i ], [ %entry1.0.i, %while.body.i142 ]
+  %idxprom.i = zext i32 %entry1.019.i to i64
+  %arrayidx2.i = getelementptr %struct.row, ptr %50, i64 %idxprom.i
+  %last_word.i.i128 = getelementptr i8, ptr %arrayidx2.i, i64 32
+  %51 = load i32, ptr %last_word.i.i128, align 1
+  %xor.i.i129 = xor i32 %51, %43
+  %conv.i.i130 = zext i32 %xor.i.i129 to i64
+  %52 = load i64, ptr %arrayidx2.i, align 1
+  %xor6.i.i131 = xor i64 %52, %47
+  %or.i.i132 = or i64 %xor6.i.i131, %conv.i.i130
+  %arrayidx.1.i.i133 = getelementptr i8, ptr %arrayidx2.i, i64 8
+  %53 = load i64, ptr %arrayidx.1.i.i133, align 1
+  %xor6.1.i.i134 = xor i64 %53, %46
+  %or.1.i.i135 = or i64 %or.i.i132, %xor6.1.i.i134
+  %arrayidx.2.i.i136 = getelementptr i8, ptr %arrayidx2.i, i64 16
+  %54 = load i64, ptr %arrayidx.2.i.i136, align 1
+  %xor6.2.i.i137 = xor i64 %54, %45
+  %or.2.i.i138 = or i64 %or.1.i.i135, %xor6.2.i.i137
+  %arrayidx.3.i.i139 = getelementptr i8, ptr %arrayidx2.i, i64 24
+  %55 = load i64, ptr %arrayidx.3.i.i139, align 1
+  %xor6.3.i.i140 = xor i64 %55, %44
+  %or.3.i.i141 = or i64 %or.2.i.i138, %xor6.3.i.i140
+  %cmp7.i.not.i = icmp eq i64 %or.3.i.i141, 0
+  br i1 %cmp7.i.not.i, label %land.rhs3.i, label %while.body.i142
+
+land.rhs3.i:
+  %56 = load ptr, ptr %alive.i, align 8
+  %arrayidx5.i = getelementptr i8, ptr %56, i64 %idxprom.i
+  %57 = load i8, ptr %arrayidx5.i, align 1
+  %tobool6.not.i = icmp eq i8 %57, 0
+  br i1 %tobool6.not.i, label %while.body.i142, label %cleanup64
+
+while.body.i142:
+  %58 = load ptr, ptr %next.i, align 8
+  %arrayidx9.i = getelementptr i32, ptr %58, i64 %idxprom.i
+  %entry1.0.i = load i32, ptr %arrayidx9.i, align 4
+  %cmp.i143 = icmp sgt i32 %entry1.0.i, -1
+  br i1 %cmp.i143, label %land.rhs.i, label %entry_of.exit
+
+entry_of.exit:
+  br i1 %cmp43.not180, label %for.body45.lr.ph, label %for.inc62
+
+for.body45.lr.ph:
+  %59 = load ptr, ptr %batch, align 8
+  %arrayidx48 = getelementptr i64, ptr %59, i64 %i.0183
+  %60 = load i64, ptr %arrayidx48, align 8
+  %shr.i144 = lshr i64 %60, 32
+  %and.i146 = and i64 %60, 127
+  %61 = mul i64 %and.i146, 72340172838076673
+  %mul2.i148 = add i64 %61, -9187201950435737472
+  br label %for.body45
+
+for.body45:
+  %owner.0181 = phi i64 [ 0, %for.body45.lr.ph ], [ %inc54, %for.inc53 ]
+  %arrayidx46 = getelementptr %struct.index, ptr %indexes, i64 %owner.0181
+  %num_slots.i = getelementptr i8, ptr %arrayidx46, i64 32
+  %62 = load i64, ptr %num_slots.i, align 8
+  %mul.i145 = mul i64 %62, %shr.i144
+  %shr1.i = lshr i64 %mul.i145, 32
+  %63 = load ptr, ptr %arrayidx46, align 8
+  %arrayidx.i147 = getelementptr i64, ptr %63, i64 %shr1.i
+  %64 = load atomic i64, ptr %arrayidx.i147 monotonic, align 8
+  %xor.i149 = xor i64 %64, %mul2.i148
+  %sub.i150 = add i64 %xor.i149, -72340172838076673
+  %not.i = and i64 %xor.i149, -9187201950435737472
+  %and3.i = xor i64 %not.i, -9187201950435737472
+  %and4.i = and i64 %and3.i, %sub.i150
+  %tobool.not50.i = icmp eq i64 %and4.i, 0
+  br i1 %tobool.not50.i, label %for.inc53, label %for.body.lr.ph.i151
+
+for.body.lr.ph.i151:
+  %cells.i = getelementptr i8, ptr %arrayidx46, i64 8
+  %65 = load ptr, ptr %cells.i, align 8
+  %mul5.i = shl i64 %shr1.i, 3
+  %generations.i = getelementptr i8, ptr %arrayidx46, i64 24
+  %checks.i = getelementptr i8, ptr %arrayidx46, i64 16
+  br label %for.body.i152
+
+for.body.i152:
+  %matches.051.i = phi i64 [ %and4.i, %for.body.lr.ph.i151 ], [ %and26.i, %for.inc.i ]
+  %66 = tail call i64 @llvm.cttz.i64(i64 %matches.051.i, i1 true)
+  %div48.i = lshr i64 %66, 3
+  %add.i153 = or i64 %div48.i, %mul5.i
+  %arrayidx6.i = getelementptr i32, ptr %65, i64 %add.i153
+  %67 = load atomic i32, ptr %arrayidx6.i monotonic, align 4
+  %conv8.i = zext i32 %67 to i64
+  %cmp.not.i = icmp ugt i64 %62, %conv8.i
+  br i1 %cmp.not.i, label %if.end.i, label %for.inc.i
+
+if.end.i:
+  %68 = load ptr, ptr %generations.i, align 8
+  %arrayidx11.i = getelementptr i64, ptr %68, i64 %conv8.i
+  %69 = load atomic i64, ptr %arrayidx11.i monotonic, align 8
+  %70 = load ptr, ptr %checks.i, align 8
+  %arrayidx13.i = getelementptr i64, ptr %70, i64 %conv8.i
+  %71 = load atomic i64, ptr %arrayidx13.i monotonic, align 8
+  %cmp15.i = icmp sgt i64 %69, -1
+  br i1 %cmp15.i, label %land.lhs.true.i, label %for.inc.i
+
+land.lhs.true.i:
+  %mul17.i = mul i64 %69, -7046029254386353131
+  %xor18.i = xor i64 %mul17.i, %60
+  %cmp19.i = icmp eq i64 %xor18.i, %71
+  br i1 %cmp19.i, label %cleanup64, label %for.inc.i
+
+for.inc.i:
+  %sub25.i = add i64 %matches.051.i, -1
+  %and26.i = and i64 %sub25.i, %matches.051.i
+  %tobool.not.i154 = icmp eq i64 %and26.i, 0
+  br i1 %tobool.not.i154, label %for.inc53, label %for.body.i152
+
+for.inc53:
+  %inc54 = add i64 %owner.0181, 1
+  %exitcond194.not = icmp eq i64 %inc54, %num_indexes
+  br i1 %exitcond194.not, label %for.inc62, label %for.body45
+
+for.inc62:
+  %inc63 = add i64 %i.0183, 1
+  %cmp24.not = icmp sge i64 %inc63, %count.0.lcssa199205
+  %exitcond195 = icmp eq i64 %inc63, %count.0.lcssa199205
+  br i1 %exitcond195, label %cleanup64, label %for.body26
+
+cleanup64:
+  %cmp24.not169 = phi i1 [ true, %for.cond23.preheader ], [ %cmp24.not184, %land.lhs.true.i ], [ %cmp24.not184, %land.rhs3.i ], [ %cmp24.not, %for.inc62 ], [ %cmp24.not184, %for.body26 ]
+  %spec.select = zext i1 %cmp24.not169 to i64
+  br label %cleanup68
+
+cleanup68:
+  %retval.8 = phi i64 [ 0, %all_differ.exit ], [ 0, %for.end18 ], [ %spec.select, %cleanup64 ], [ 0, %for.end18.thread ], [ 0, %land.lhs.true2 ]
+  ret i64 %retval.8
+}
 
 define i64 @begin(ptr %slots, ptr %table, ptr %index, ptr %listed, ptr %rows, ptr %ids, i64 %count, ptr %tags, ptr %tenants, ptr %prompts, i64 %evicted) {
 entry:

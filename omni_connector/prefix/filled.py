@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that have filled, as steps collect them to consider them together."""
+
+from array import array
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import numpy as np
+
+from omni_connector.prefix.hints import NO_HINTS, FilledBlocks, Hints
+
+
+@dataclass(slots=True, eq=False)
+class FilledRuns:
+    """Blocks of one group that are considered together, in the order of their requests and tokens.
+
+    Attributes:
+        keys, hashes, block_ids: of each block. A key may be there more than once.
+        runs: for consecutive blocks their number, and the `Candidate.prompt` and tenant of all.
+        hints: of each run.
+        hinted: whether any block has hints.
+    """
+
+    keys: list[bytes] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    runs: list[tuple[int, int, int]] = field(default_factory=list)
+    hints: list[Hints] = field(default_factory=list)
+    hinted: bool = False
+
+    def add(
+        self,
+        keys: list[bytes],
+        hashes: list[bytes],
+        block_ids: list[int],
+        *,
+        prompt: int,
+        tenant: int,
+        hints: Hints,
+    ) -> None:
+        """Append blocks of one prompt."""
+        self.keys += keys
+        self.hashes += hashes
+        self.block_ids += block_ids
+        self.runs.append((len(keys), prompt, tenant))
+        self.hints.append(hints)
+        self.hinted = self.hinted or hints is not NO_HINTS
+
+    @property
+    def packed(self) -> bytes:
+        """`runs` as int64 (runs, 3)."""
+        return array("q", chain.from_iterable(self.runs)).tobytes()
+
+    def privileged(self) -> "FilledRuns":
+        """The runs whose slots are evicted later than others, or not at all."""
+        chosen = FilledRuns()
+        end = 0
+        for (count, prompt, tenant), hints in zip(self.runs, self.hints, strict=True):
+            begin = end
+            end += count
+            if hints.is_privileged:
+                chosen.add(
+                    self.keys[begin:end],
+                    self.hashes[begin:end],
+                    self.block_ids[begin:end],
+                    prompt=prompt,
+                    tenant=tenant,
+                    hints=hints,
+                )
+        return chosen
+
+    def blocks(self) -> FilledBlocks:
+        """All of them, each key once, with the hints of all its requests."""
+        counts, prompts, tenants = np.array(self.runs, np.int64).reshape(-1, 3).T
+        hints: list[Hints] | None = None
+        if self.hinted:
+            pairs = zip(self.hints, counts.tolist(), strict=True)
+            hints = [each for each, count in pairs for _ in range(count)]
+        blocks = FilledBlocks(
+            self.keys,
+            self.hashes,
+            np.array(self.block_ids, np.int64),
+            prompts.repeat(counts),
+            tenants.repeat(counts),
+            hints,
+        )
+        if len(set(self.keys)) == len(self.keys):
+            return blocks
+        places = {key: place for place, key in enumerate(self.keys)}
+        if hints is not None:
+            joined: dict[bytes, Hints] = {}
+            for key, asked in zip(self.keys, hints, strict=True):
+                joined[key] = asked.joined(joined.get(key, asked))
+            blocks = replace(blocks, hints=[joined[key] for key in self.keys])
+        return blocks.at(np.sort(np.fromiter(places.values(), np.int64, len(places))))

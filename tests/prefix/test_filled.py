@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that have filled are collected by runs, and considered each once."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_connector.prefix.filled import FilledRuns
+from omni_connector.prefix.hints import NO_HINTS, Hints
+
+PINNED = Hints(pin_s=5.0)
+HIGH = Hints(cache="high")
+
+runs = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True),
+        st.sampled_from([NO_HINTS, PINNED, HIGH]),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def collected(asked: list[tuple[list[int], Hints]]) -> FilledRuns:
+    filled = FilledRuns()
+    for number, (blocks, hints) in enumerate(asked):
+        keys = [b"%d" % each for each in blocks]
+        hashes = [b"h" + each for each in keys]
+        ids = [10 * number + each for each in blocks]
+        filled.add(keys, hashes, ids, prompt=number, tenant=-number, hints=hints)
+    return filled
+
+
+@given(runs)
+def test_each_key_is_there_once_with_the_hints_of_all_its_requests(
+    asked: list[tuple[list[int], Hints]],
+) -> None:
+    blocks = collected(asked).blocks()
+    last: dict[bytes, tuple[int, int]] = {}
+    wanted: dict[bytes, Hints] = {}
+    for number, (numbers, hints) in enumerate(asked):
+        for each in numbers:
+            key = b"%d" % each
+            last[key] = number, 10 * number + each
+            wanted[key] = hints.joined(wanted.get(key, hints))
+    places = zip(blocks.prompts.tolist(), blocks.block_ids.tolist(), strict=True)
+    assert dict(zip(blocks.keys, places, strict=True)) == last
+    assert blocks.tenants.tolist() == [-prompt for prompt in blocks.prompts.tolist()]
+    assert blocks.cached_as == [b"h" + each for each in blocks.keys]
+    if blocks.hints is None:
+        assert all(hints is NO_HINTS for _, hints in asked)
+    else:
+        assert blocks.hints == [wanted[each] for each in blocks.keys]
+
+
+@given(runs)
+def test_only_blocks_of_requests_that_ask_for_it_are_privileged(
+    asked: list[tuple[list[int], Hints]],
+) -> None:
+    chosen = collected(asked).privileged()
+    expected = [pair for pair in enumerate(asked) if pair[1][1] is not NO_HINTS]
+    assert chosen.runs == [(len(blocks), n, -n) for n, (blocks, _) in expected]
+    assert chosen.block_ids == [10 * n + each for n, (blocks, _) in expected for each in blocks]
+    assert chosen.hints == [hints for _, (_, hints) in expected]
+
+
+def test_runs_are_packed_as_numbers_of_8_bytes() -> None:
+    filled = collected([([1, 2, 3], NO_HINTS), ([4], NO_HINTS)])
+    packed = np.frombuffer(filled.packed, np.int64).reshape(-1, 3)
+    assert packed.tolist() == [[3, 0, 0], [1, 1, -1]]
