@@ -64,9 +64,14 @@ def kernels() -> list[Path]:
 
 def digest(source: Path) -> str:
     """What the IR says about the C that it was made from."""
-    headers = sorted(source.parent.glob("*.h"))
-    content = b"".join(each.read_bytes() for each in (source, *headers))
+    content = b"".join(each.read_bytes() for each in (source, *headers(source)))
     return hashlib.sha256(content).hexdigest()[:16]
+
+
+def headers(source: Path) -> list[Path]:
+    """The headers beside a kernel that it includes."""
+    text = source.read_text(encoding="utf-8")
+    return [each for each in sorted(source.parent.glob("*.h")) if f'"{each.name}"' in text]
 
 
 def find_clang(major: str = "19") -> str | None:
@@ -85,7 +90,8 @@ def version(clang: str) -> str:
 
 def targets(source: Path) -> list[Path]:
     """The files that are made of a kernel."""
-    suffixes = [".ll"] + [".ptx"] * ("__NVPTX__" in source.read_text(encoding="utf-8"))
+    content = "".join(each.read_text(encoding="utf-8") for each in (source, *headers(source)))
+    suffixes = [".ll"] + [".ptx"] * ("__NVPTX__" in content)
     return [source.with_suffix(suffix) for suffix in suffixes]
 
 

@@ -175,6 +175,25 @@ class BlockCopier(ABC):
         """
         return None
 
+    def can_hash(self, group: int) -> bool:
+        """Whether `hash_blocks` makes the checksums of blocks of a group."""
+        return False
+
+    def hash_blocks(
+        self, group: int, block_ids: NDArray[np.int64], *, fence: object
+    ) -> NDArray[np.uint64]:
+        """The checksums of slots that hold these blocks, without a copy.
+
+        Args:
+            group: of which it can.
+            block_ids: int64 `(n,)`.
+            fence: what `fence` returned; the hashing waits for it.
+
+        Returns:
+            The checksum of each slot `(n,)`.
+        """
+        raise ValueError(f"the checksums of group {group} are made with copies")
+
     @abstractmethod
     def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
         """Zero blocks of `group`: all bytes that its layers reserve, padding included.

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from omni_connector.copy.device_hash import DeviceHash, device_hash, hashable
+from omni_connector.copy.device_rows import WORD, device_rows
 from omni_connector.copy.stream import Stream
 
 logger = logging.getLogger("vllm.omni_connector.staging")
@@ -32,8 +33,9 @@ def pci_address() -> str | None:
     return f"{domain:04x}:{bus:02x}:{number:02x}.0"
 
 
-# Of cudaHostRegister: pinned for every context of the process, and never written by the device.
-_PORTABLE: Final = 1
+# Of cudaHostRegister: pinned for every context of the process and mapped for kernels; and never
+# written by the device.
+_PORTABLE: Final = 1 | 2
 _READ_ONLY: Final = 8
 
 _HASHED_AT_ONCE: Final = 2
@@ -84,6 +86,7 @@ class CudaStream(Stream):
         self._registered: set[int] = set()  # addresses
         self._closed = False
         self._hash = device_hash(device)
+        self._rows = device_rows(device)
         self._hashing = [_Hashing(device) for _ in range(_HASHED_AT_ONCE)]
 
     def active(self) -> AbstractContextManager[object]:
@@ -130,6 +133,13 @@ class CudaStream(Stream):
         hashing = self._hashing[0]
         self._hashing = [*self._hashing[1:], hashing]
         return hashing.hash(self._hash, rows, there[0])
+
+    def can_move(self, nbytes: int) -> bool:
+        return self._rows is not None and not nbytes % WORD
+
+    def move(self, staged: torch.Tensor, rows: torch.Tensor, *, to_host: bool) -> None:
+        assert self._rows is not None
+        self._rows.move(staged, rows, to_host=to_host)
 
     def pin(self, slots: NDArray[np.uint8]) -> bool:
         address = slots.ctypes.data

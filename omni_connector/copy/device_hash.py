@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checksums that a CUDA device makes of rows in its memory, so that no core of the host does.
 
-The kernels are C that is shipped as PTX, of which the driver makes code for the device at hand.
-Where there is no such driver, or what it gives is not what xxhash gives, the host hashes.
+Where there is no driver, or what the kernels give is not what xxhash gives, the host hashes.
 """
 
 import ctypes
 import functools
 import logging
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 import xxhash
 
+from omni_connector.copy.device_kernels import DeviceKernels, address
 from omni_connector.copy.native import ALIGNMENT, LEAST_HASHED
-from omni_connector.runtime.machine_code import kernel
 
 logger = logging.getLogger("vllm.omni_connector.staging")
 
@@ -24,9 +23,6 @@ _BLOCK_BYTES: Final = 1024
 
 _SUMS: Final = 8
 """Of a row, 64 bits each."""
-
-_THREADS: Final = 256
-"""Of a block of threads."""
 
 
 def hashable(nbytes: int) -> bool:
@@ -47,15 +43,8 @@ class DeviceHash:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        module = ctypes.c_void_p()
-        image = kernel(__name__, "hash_rows.ptx").encode()
-        self._require("cuModuleLoadData", ctypes.byref(module), image)
-        self._functions = {}
-        for name in ("block_sums", "row_sums", "merge_sums"):
-            function = ctypes.c_void_p()
-            self._require("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
-            self._functions[name] = function
+        names = "block_sums", "row_sums", "merge_sums"
+        self._kernels = DeviceKernels(device, "hash_rows.ptx", names)
         self._check()
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -76,27 +65,12 @@ class DeviceHash:
         totals = torch.empty(count * _SUMS, dtype=torch.int64, device=self._device)
         hashes = torch.empty(count, dtype=torch.int64, device=self._device)
         size = ctypes.c_uint32(count), ctypes.c_uint64(nbytes)
-        self._launch("block_sums", len(sums), _address(rows), *size, _address(sums))
-        places = _address(sums), _address(totals)
-        self._launch("row_sums", len(totals), _address(rows), *size, *places)
-        self._launch("merge_sums", count, _address(totals), *size, _address(hashes))
+        launch = self._kernels.launch
+        # Rows of a single block have no sums of others.
+        launch("block_sums", len(sums), address(rows), *size, address(sums))
+        launch("row_sums", len(totals), address(rows), *size, address(sums), address(totals))
+        launch("merge_sums", count, address(totals), *size, address(hashes))
         return hashes
-
-    def _launch(self, name: str, threads: int, *arguments: Any) -> None:
-        if not threads:  # rows of a single block have no sums of others
-            return
-        places = [ctypes.addressof(each) for each in arguments]
-        pointers = (ctypes.c_void_p * len(places))(*places)
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
-        grid = -(-threads // _THREADS), 1, 1
-        block = _THREADS, 1, 1
-        function = self._functions[name]
-        self._require("cuLaunchKernel", function, *grid, *block, 0, stream, pointers, None)
-
-    def _require(self, call: str, *arguments: Any) -> None:
-        code = getattr(self._driver, call)(*arguments)
-        if code:
-            raise RuntimeError(f"{call} failed with CUDA error {code}")
 
     def _check(self) -> None:
         """Raise RuntimeError unless it hashes like xxhash."""
@@ -106,10 +80,6 @@ class DeviceHash:
             found = self(rows).cpu().numpy().view(np.uint64).tolist()
             if found != [xxhash.xxh3_64_intdigest(row.data) for row in content]:
                 raise RuntimeError("its results differ from those of xxhash")
-
-
-def _address(tensor: torch.Tensor) -> ctypes.c_uint64:
-    return ctypes.c_uint64(tensor.data_ptr())
 
 
 @functools.cache

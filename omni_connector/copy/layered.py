@@ -255,6 +255,9 @@ class LayeredSave:
             for batch in self._batches(places, layer_range):
                 if not self._copy(group, layer_range, batch, cancelled):
                     return None
+        if self._hashed_at_end(group):
+            block_ids = self._block_ids[places]
+            return self._copier.hash_blocks(group, block_ids, fence=self._forward.fence)
         if self._checksum and self._states.get(group) is None:
             sums = [self._digests[place].intdigest() for place in places.tolist()]
             return np.array(sums, np.uint64)
@@ -272,6 +275,11 @@ class LayeredSave:
         whole = BlockCopy(group, *ids, self._checksum, self._forward.fence, sums=sums)
         return self._copier.save(whole, cancelled=cancelled)
 
+    def _hashed_at_end(self, group: int) -> bool:
+        """Whether checksums are made of whole blocks, when all layers are there: a device takes
+        less time for that than the host for hashing layer by layer."""
+        return self._checksum and self._copier.can_hash(group)
+
     def _copy(
         self,
         group: int,
@@ -282,7 +290,8 @@ class LayeredSave:
         some = _span(places)
         bytes_of_it = self._slots[:, layer_range.first : layer_range.end]
         slot_ids = self._slot_ids[some]
-        if self._checksum and group not in self._states:
+        checksum = self._checksum and not self._hashed_at_end(group)
+        if checksum and group not in self._states:
             numbers = [each.number for each in self._layer_ranges[group]]
             self._states[group] = self._copier.begin(numbers, self._slots, len(self._slot_ids))
         states = self._states.get(group)
@@ -298,7 +307,7 @@ class LayeredSave:
             return False
         if states is not None and of_these is not None:
             states[some], self._sums[some] = of_these, copied
-        elif self._checksum:
+        elif checksum:
             for place, slot in zip(places.tolist(), slot_ids.tolist(), strict=True):
                 self._digests.setdefault(place, xxhash.xxh3_64()).update(bytes_of_it[slot].data)
         return True
@@ -332,6 +341,17 @@ class TracedCopier(BlockCopier):
         self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
     ) -> NDArray[np.uint64] | None:
         return self._inner.begin(groups, slots, count)
+
+    def can_hash(self, group: int) -> bool:
+        return self._inner.can_hash(group)
+
+    def hash_blocks(
+        self, group: int, block_ids: NDArray[np.int64], *, fence: object
+    ) -> NDArray[np.uint64]:
+        began = now()
+        checksums = self._inner.hash_blocks(group, block_ids, fence=fence)
+        self._trace.span("hash", began, group=group, blocks=len(block_ids))
+        return checksums
 
     def load_pages(
         self,

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from typing import Final, NamedTuple
@@ -31,6 +31,10 @@ _STAGING_BYTES: Final = 32 << 20
 checksums take a quarter (benchmarks/results/device.md)."""
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+_NO_SLOTS: Final = np.empty((0, 0), np.uint8)
+_NOTHING: Final = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,17 +182,22 @@ class _Batch:
     Attributes:
         buffer: which of the two buffers.
         places: of these blocks among those of the call.
-        block_ids: on the device `(n,)`.
         slot_ids: their slots `(n,)`.
-        runs: what the device copies from and to slots itself; None where the bytes cross through a
-            buffer of the host.
+        runs: what the device transfers from and to slots itself; None where it does not.
+        by_kernel: whether a kernel of the device reads or writes the slots instead. If it does not
+            either, the bytes cross through a buffer of the host.
     """
 
     buffer: int
     places: slice
-    block_ids: torch.Tensor
     slot_ids: NDArray[np.int64]
     runs: list[_Run] | None
+    by_kernel: bool
+
+    @property
+    def bounces(self) -> bool:
+        """Whether the bytes cross through a buffer of the host."""
+        return self.runs is None and not self.by_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +208,8 @@ class _Call:
         slots: the slots of the copy, as a tensor; None where the device may not use them itself.
         sums: the checksums `(n,)`.
         device_hashes: whether the device makes them.
+        block_ids: on the device `(n,)`.
+        rows: the addresses of the slots, on the device `(n,)`; none where no kernel asks for them.
     """
 
     copy: BlockCopy
@@ -206,6 +217,8 @@ class _Call:
     slots: torch.Tensor | None
     sums: NDArray[np.uint64]
     device_hashes: bool
+    block_ids: torch.Tensor = _NOTHING
+    rows: torch.Tensor = _NOTHING
 
     @property
     def host_hashes(self) -> bool:
@@ -216,6 +229,11 @@ class _Call:
     def stored(self) -> NDArray[np.uint8]:
         """The bytes of all slots that hold blocks."""
         return self.copy.slots[:, : self.on_device.row_bytes]
+
+    def addresses(self, slot_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of some slots `(n,)`."""
+        assert self.slots is not None
+        return self.slots.data_ptr() + slot_ids * self.slots.stride(0)
 
     def slots_of(self, run: _Run) -> torch.Tensor:
         """The slots of a run, as the device copies them."""
@@ -243,10 +261,10 @@ def _as_tensor(slots: NDArray[np.uint8]) -> torch.Tensor:
 class StagedCopier(BlockCopier):
     """Copies a KV cache in a device's memory, one contiguous transfer for many blocks.
 
-    Blocks are gathered into a staging buffer on the device and cross to the host in one
-    piece, straight into slots that were pinned, else into a pinned buffer; loads are the same
-    backwards. The device makes the checksums from the staging buffer, if it can. What the host does
-    for one batch it does while the device works on the next.
+    Blocks are gathered into a staging buffer on the device and cross to the host, straight into
+    slots that were pinned, else in one piece into a pinned buffer; loads are the same backwards.
+    The device makes the checksums from the staging buffer, if it can. What the host does for one
+    batch it does while the device works on the next.
 
     Args:
         canonical: the KV cache.
@@ -256,9 +274,9 @@ class StagedCopier(BlockCopier):
         staging_bytes: bytes of each of the two staging buffers; at least one slot is staged.
 
     Attributes:
-        direct_bytes: the device copies to and from pinned slots itself where as many bytes lie
-            together, on average. Else it takes the host longer to ask for each transfer than to
-            copy from one buffer to all slots.
+        direct_bytes: the device transfers from and to pinned slots where as many bytes lie
+            together, on average. Else it takes the host longer to ask for each transfer than a
+            kernel to move all of them.
     """
 
     speed = 16
@@ -312,6 +330,17 @@ class StagedCopier(BlockCopier):
     ) -> NDArray[np.uint64] | None:
         return begin_hashing([self._groups[group].row_bytes for group in groups], slots, count)
 
+    def can_hash(self, group: int) -> bool:
+        return self._stream.can_hash(self._groups[group].row_bytes)
+
+    def hash_blocks(
+        self, group: int, block_ids: NDArray[np.int64], *, fence: object
+    ) -> NDArray[np.uint64]:
+        nowhere = np.zeros_like(block_ids)
+        call = self._call(BlockCopy(group, block_ids, _NO_SLOTS, nowhere, True, fence))
+        self._pump(call, None, self._look, lambda call, batch: None)
+        return call.sums
+
     def _copy(
         self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
     ) -> NDArray[np.uint64] | None:
@@ -360,26 +389,39 @@ class StagedCopier(BlockCopier):
         sums = np.zeros(len(copy.block_ids), np.uint64)
         return _Call(copy, on_device, slots, sums, device_hashes)
 
-    def _batches(self, call: _Call, block_ids: torch.Tensor) -> Iterator[_Batch]:
+    def _batches(self, call: _Call) -> Iterator[_Batch]:
         size = call.on_device.row_bytes
         aligned = max(1, -(-size // SLOT_ALIGNMENT)) * SLOT_ALIGNMENT
         rows = self._rows * self._layout.slot_bytes // aligned
-        for number, first in enumerate(range(0, len(block_ids), rows)):
-            places = slice(first, min(first + rows, len(block_ids)))
+        count = len(call.copy.block_ids)
+        movable = self._movable(call)
+        for number, first in enumerate(range(0, count, rows)):
+            places = slice(first, min(first + rows, count))
             slot_ids = call.copy.slot_ids[places]
-            runs = self._runs(call, slot_ids)
-            yield _Batch(number % 2, places, block_ids[places], slot_ids, runs)
+            pieces = self._pieces(call, slot_ids)
+            runs = None if pieces is None else self._runs(call, slot_ids, pieces)
+            by_kernel = movable and pieces is not None and runs is None
+            yield _Batch(number % 2, places, slot_ids, runs, by_kernel)
 
-    def _runs(self, call: _Call, slot_ids: NDArray[np.int64]) -> list[_Run] | None:
-        """What the device copies itself; None where the host copies."""
+    def _movable(self, call: _Call) -> bool:
+        """Whether kernels of the device may read or write the slots, if they are pinned."""
+        slots = call.slots
+        aligned = slots is not None and not (slots.data_ptr() % 16 or slots.stride(0) % 16)
+        return aligned and self._stream.can_move(call.on_device.row_bytes)
+
+    def _pieces(self, call: _Call, slot_ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """The pinned piece that each slot lies in; None unless each lies in one."""
         if call.slots is None:
             return None
+        return self._pinned.pieces_of(call.addresses(slot_ids), call.on_device.row_bytes)
+
+    def _runs(
+        self, call: _Call, slot_ids: NDArray[np.int64], pieces: NDArray[np.int64]
+    ) -> list[_Run] | None:
+        """What the device transfers itself; None where it takes less time to move all at once."""
+        assert call.slots is not None
         size = call.on_device.row_bytes
         distance = call.slots.stride(0)
-        addresses = call.slots.data_ptr() + slot_ids * distance
-        pieces = self._pinned.pieces_of(addresses, size)
-        if pieces is None:
-            return None
         apart = np.diff(slot_ids) != 1
         apart |= np.diff(pieces) != 0
         apart |= size != distance
@@ -402,8 +444,12 @@ class StagedCopier(BlockCopier):
     ) -> bool:
         """Run all batches; each ends while the next is under way. Returns False if cancelled."""
         with self._lock, self._stream.active():
+            batches = list(self._batches(call))
             # All of them at once, and before the fence, as the host waits until they are there.
-            block_ids = self._stream.to_device(call.copy.block_ids)
+            call = replace(call, block_ids=self._stream.to_device(call.copy.block_ids))
+            if any(batch.by_kernel for batch in batches):
+                addresses = call.addresses(call.copy.slot_ids)
+                call = replace(call, rows=self._stream.to_device(addresses))
             if call.copy.fence is not None:
                 self._stream.wait(call.copy.fence)
             under_way: deque[tuple[object, _Batch, torch.Tensor | None]] = deque()
@@ -416,7 +462,7 @@ class StagedCopier(BlockCopier):
                     call.sums[batch.places] = sums.numpy().view(np.uint64)
 
             try:
-                for batch in self._batches(call, block_ids):
+                for batch in batches:
                     if cancelled is not None and cancelled():
                         return False
                     sums = start(call, batch)
@@ -433,18 +479,26 @@ class StagedCopier(BlockCopier):
     def _out(self, call: _Call, batch: _Batch) -> torch.Tensor | None:
         """Begin to save a batch. Returns its checksums, if the device makes them."""
         staged = self._buffer(self._staged, call, batch)
-        call.on_device.gather(self._stream, batch.block_ids, staged)
+        call.on_device.gather(self._stream, call.block_ids[batch.places], staged)
         there = self._stream.mark() if call.device_hashes else None
-        if batch.runs is None:
+        if batch.by_kernel:
+            self._stream.move(staged, call.rows[batch.places], to_host=True)
+        elif batch.runs is None:
             self._cross(self._buffer(self._bounced, call, batch), staged, lands=True)
         else:
             for run in batch.runs:
                 self._cross(call.slots_of(run), staged[run.rows], lands=True)
         return None if there is None else self._stream.hash(staged, there=there)
 
+    def _look(self, call: _Call, batch: _Batch) -> torch.Tensor:
+        """Begin to hash a batch that stays where it is."""
+        staged = self._buffer(self._staged, call, batch)
+        call.on_device.gather(self._stream, call.block_ids[batch.places], staged)
+        return self._stream.hash(staged, there=self._stream.mark())
+
     def _land(self, call: _Call, batch: _Batch) -> None:
         """End to save a batch whose bytes are in the host's memory."""
-        if batch.runs is None:
+        if batch.bounces:
             self._bounce(call, batch, saving=True)
         elif call.host_hashes:
             self._hash(call, batch)
@@ -452,18 +506,20 @@ class StagedCopier(BlockCopier):
     def _in(self, call: _Call, batch: _Batch) -> torch.Tensor | None:
         """Begin to load a batch; returns as `_out`."""
         staged = self._buffer(self._staged, call, batch)
-        if batch.runs is None:
+        if batch.by_kernel:
+            self._stream.move(staged, call.rows[batch.places], to_host=False)
+        elif batch.runs is None:
             self._cross(staged, self._bounce(call, batch, saving=False))
         else:
             for run in batch.runs:
                 self._cross(staged[run.rows], call.slots_of(run))
         there = self._stream.mark() if call.device_hashes else None
-        call.on_device.scatter(self._stream, batch.block_ids, staged)
+        call.on_device.scatter(self._stream, call.block_ids[batch.places], staged)
         return None if there is None else self._stream.hash(staged, there=there)
 
     def _landed(self, call: _Call, batch: _Batch) -> None:
         """End to load a batch that is in its blocks."""
-        if batch.runs is not None and call.host_hashes:
+        if call.host_hashes and not batch.bounces:
             self._hash(call, batch)
 
     def _bounce(self, call: _Call, batch: _Batch, *, saving: bool) -> torch.Tensor:

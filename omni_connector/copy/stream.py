@@ -103,6 +103,27 @@ class Stream(ABC):
         """
 
     @abstractmethod
+    def can_move(self, nbytes: int) -> bool:
+        """Whether kernels of the device read and write rows of so many bytes in pinned memory. Rows
+        lie at multiples of 16 bytes."""
+
+    @abstractmethod
+    def move(self, staged: torch.Tensor, rows: torch.Tensor, *, to_host: bool) -> None:
+        """Have kernels of the device copy rows later, in the order of this stream: one launch,
+        wherever the rows of the host lie. Called while this stream is active.
+
+        Args:
+            staged: int8 `(n, nbytes)` in the device's memory, contiguous.
+            rows: int64 `(n,)` there: the address of each row of the host, in a piece that was
+                pinned.
+            to_host: whether the rows of the host are written, which nobody may read before that is
+                finished; else they are read.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+
+    @abstractmethod
     def pin(self, slots: NDArray[np.uint8]) -> bool:
         """Let this stream copy to and from `slots` itself, or only from them where they are
         read-only; returns whether it can.

@@ -19,17 +19,24 @@ from omni_connector.runtime.machine_code import code_is_denied, compiled, kernel
 needs_code = pytest.mark.skipif(code_is_denied(), reason="compiled code may not run here")
 
 
-class OnHost(DeviceHash):
-    """The kernels as a host runs them."""
+class KernelsOnHost:
+    """Kernels as a host runs them."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         pytest.importorskip("llvmlite")
-        self._device = torch.device("cpu")
-        self._engine = compiled(kernel(device_hash.__name__, "hash_rows.ll"))
+        self._engine = compiled(kernel(device_hash.__name__, name))
 
-    def _launch(self, name: str, threads: int, *arguments: Any) -> None:
+    def launch(self, name: str, threads: int, *arguments: Any) -> None:
         kind = ctypes.CFUNCTYPE(None, *(type(each) for each in arguments))
         kind(self._engine.get_function_address(name))(*arguments)
+
+
+class OnHost(DeviceHash):
+    """The hash as a host makes it."""
+
+    def __init__(self) -> None:
+        self._device = torch.device("cpu")
+        self._kernels: Any = KernelsOnHost("hash_rows.ll")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +67,7 @@ def test_kernels_that_hash_otherwise_are_found_out(
     on_host: OnHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_host._check()
-    monkeypatch.setattr(on_host, "_launch", lambda *_: None)
+    monkeypatch.setattr(on_host._kernels, "launch", lambda *_: None)
     with pytest.raises(RuntimeError, match="differ from those of xxhash"):
         on_host._check()
 

@@ -507,6 +507,29 @@ def test_a_layer_of_a_device_goes_to_pinned_slots_in_batches_of_its_own_size(kv)
     saving.check(3)
 
 
+def test_a_device_hashes_blocks_when_all_of_their_layers_are_there(kv):
+    from omni_connector.copy.staged import StagedCopier
+
+    stream = kv.HostStream(pins=True, hashes=True, moves=True)
+    source = kv.build("LBHNC", 9, [[kv.Shape(4, 2, 16, 128)]], seed=1)
+
+    def make(canonical, layout, slots):
+        copier = StagedCopier(canonical, layout, stream, staging_bytes=layout.slot_bytes)
+        copier.direct_bytes = 1 << 40
+        copier.pin(slots)
+        copier._host_rows = None  # the host neither copies nor hashes
+        return copier
+
+    saving = Saving(make, source, source.clone())
+    for layer in saving.layers:
+        saving.compute(layer)
+        while not saving.advance(1):
+            pass
+    saving.end()
+    saving.check(len(saving.layers))
+    assert ("move", True) in stream.log
+
+
 def test_zeroed_blocks_are_traced() -> None:
     told: list[Any] = []
     inner: Any = SimpleNamespace(

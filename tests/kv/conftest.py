@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV caches in every layout, built the way an engine builds them."""
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -261,8 +262,9 @@ def hybrids(draw: st.DrawFn) -> tuple[Cache, Cache]:
 class HostStream(Stream):
     """A stream whose work is done as soon as it is asked for; it notes what it was asked."""
 
-    def __init__(self, *, pins: bool = False, hashes: bool = False) -> None:
+    def __init__(self, *, pins: bool = False, hashes: bool = False, moves: bool = False) -> None:
         self._pins = pins
+        self._moves = moves
         self._hashes = hashes
         self._marks = 0
         self.log: list[tuple[str, object]] = []
@@ -300,6 +302,17 @@ class HostStream(Stream):
     def hash(self, rows: torch.Tensor, *, there: object) -> torch.Tensor:
         sums = [xxhash.xxh3_64_intdigest(row.data) for row in rows.numpy()]
         return torch.from_numpy(np.array(sums, np.uint64).view(np.int64))
+
+    def can_move(self, nbytes: int) -> bool:
+        return self._moves and not nbytes % 16
+
+    def move(self, staged: torch.Tensor, rows: torch.Tensor, *, to_host: bool) -> None:
+        self.log.append(("move", to_host))
+        for row, address in zip(staged.numpy(), rows.tolist(), strict=True):
+            assert address % 16 == 0
+            there = (ctypes.c_int8 * len(row)).from_address(address)
+            host = np.frombuffer(there, np.int8)
+            np.copyto(*((host, row) if to_host else (row, host)))
 
     def pin(self, slots: np.ndarray) -> bool:
         return self._pins
@@ -359,18 +372,35 @@ def pinned(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) 
     return copier
 
 
+def by_kernel(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray) -> BlockCopier:
+    stream = HostStream(pins=True, hashes=True, moves=True)
+    copier = StagedCopier(canonical, layout, stream, staging_bytes=8192)
+    copier.direct_bytes = 1 << 40
+    copier.pin(slots)
+    return copier
+
+
 class OnCuda(BlockCopier):
     """Copies a KV cache as if it lay on a GPU: the cache goes there before each call, and what the
     call has made of it comes back.
 
     Args:
         pins: whether slots are registered with the GPU, where they can be.
+        by_kernel: whether kernels read and write these, where they can.
     """
 
-    def __init__(self, canonical: CanonicalKVCaches, layout: SlotLayout, *, pins: bool) -> None:
+    def __init__(
+        self,
+        canonical: CanonicalKVCaches,
+        layout: SlotLayout,
+        *,
+        pins: bool,
+        by_kernel: bool = False,
+    ) -> None:
         super().__init__(layout)
         self._canonical = canonical
         self._pins = pins
+        self._direct_bytes = 1 << 40 if by_kernel else 0
         self._lock = threading.Lock()
 
     def fence(self) -> object:
@@ -379,6 +409,14 @@ class OnCuda(BlockCopier):
     def begin(self, groups: Sequence[int], slots: np.ndarray, count: int) -> np.ndarray | None:
         with self._there() as copier:
             return copier.begin(groups, slots, count)
+
+    def can_hash(self, group: int) -> bool:
+        with self._there() as copier:
+            return copier.can_hash(group)
+
+    def hash_blocks(self, group: int, block_ids: np.ndarray, *, fence: object) -> np.ndarray:
+        with self._there() as copier:
+            return copier.hash_blocks(group, block_ids, fence=copier.fence())
 
     def pin(self, slots: np.ndarray) -> bool:
         return False
@@ -410,7 +448,7 @@ class OnCuda(BlockCopier):
             canonical = replace(self._canonical, storages=there)
             stream = CudaStream(canonical.device)
             copier = StagedCopier(canonical, self._layout, stream, staging_bytes=8192)
-            copier.direct_bytes = 0
+            copier.direct_bytes = self._direct_bytes
             try:
                 yield copier
             finally:
@@ -433,6 +471,12 @@ def cuda_pinned(canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndar
     return OnCuda(canonical, layout, pins=True)
 
 
+def cuda_by_kernel(
+    canonical: CanonicalKVCaches, layout: SlotLayout, slots: np.ndarray
+) -> BlockCopier:
+    return OnCuda(canonical, layout, pins=True, by_kernel=True)
+
+
 @pytest.fixture(scope="session")
 def kv() -> SimpleNamespace:
     """The builders above, for tests here and in `copy`."""
@@ -448,9 +492,9 @@ def kv() -> SimpleNamespace:
     )
 
 
-COPIERS = [cpu, by_numpy, shared, staged, staged_by_threads, pinned, hashed_there]
+COPIERS = [cpu, by_numpy, shared, staged, staged_by_threads, pinned, hashed_there, by_kernel]
 if torch.cuda.is_available():
-    COPIERS += [cuda, cuda_pinned]
+    COPIERS += [cuda, cuda_pinned, cuda_by_kernel]
 
 
 @pytest.fixture(scope="session", params=COPIERS, ids=lambda make: make.__name__)

@@ -9,30 +9,8 @@
  * scripts/compile_kernels.py makes hash_rows.ptx of this file, which a CUDA device runs, and
  * hash_rows.ll, which does the same on one thread of a host, so that tests need no device.
  */
+#include "threads.h"
 #include "xxh3.h"
-
-#ifdef __NVPTX__
-#define KERNEL __attribute__((nvptx_kernel))
-static uint32_t first_index(void)
-{
-    return __nvvm_read_ptx_sreg_ctaid_x() * __nvvm_read_ptx_sreg_ntid_x() +
-           __nvvm_read_ptx_sreg_tid_x();
-}
-static uint32_t index_step(void)
-{
-    return __nvvm_read_ptx_sreg_nctaid_x() * __nvvm_read_ptx_sreg_ntid_x();
-}
-#else
-#define KERNEL
-static uint32_t first_index(void)
-{
-    return 0;
-}
-static uint32_t index_step(void)
-{
-    return 1;
-}
-#endif
 
 enum {
     SUMS = 8,

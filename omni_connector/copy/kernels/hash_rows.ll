@@ -1,4 +1,4 @@
-; clang 19, sha256 of the C ead3aa522dbefbf8
+; clang 19, sha256 of the C 348b4c97fff1d8fe
 ; scripts/compile_kernels.py has made this file.
 
 @FIRST_SUMS = internal unnamed_addr constant [8 x i64] [i64 3266489917, i64 -7046029288634856825, i64 -4417276706812531889, i64 1609587929392839161, i64 -8796714831421723037, i64 2246822519, i64 2870177450012600261, i64 2654435761], align 16

@@ -12,6 +12,9 @@ from tests.simulation.mutants.faults import mutant
 _WORKER: Final = "omni_connector.vllm_v1.worker"
 _STAGING: Final = "omni_connector.copy.staged"
 _FINISH: Final = "                self._stream.finish(mark)\n"
+_GATHER: Final = (
+    "        call.on_device.gather(self._stream, call.block_ids[batch.places], staged)\n"
+)
 _THERE: Final = "        there = self._stream.mark() if call.device_hashes else None\n"
 
 DEVICE: Final = (
@@ -175,8 +178,26 @@ DEVICE: Final = (
         "a save has the checksum of what was in the staging buffer before",
         (
             _STAGING,
-            "        call.on_device.gather(self._stream, batch.block_ids, staged)\n" + _THERE,
-            _THERE + "        call.on_device.gather(self._stream, batch.block_ids, staged)\n",
+            _GATHER + _THERE,
+            _THERE + _GATHER,
+        ),
+    ),
+    mutant(
+        "device: hashed before all layers are there",
+        "blocks that were copied layer by layer are hashed while the forward pass goes on",
+        (
+            "omni_connector.copy.layered",
+            "hash_blocks(group, block_ids, fence=self._forward.fence)",
+            "hash_blocks(group, block_ids, fence=None)",
+        ),
+    ),
+    mutant(
+        "device: kernels reach what is not pinned",
+        "a kernel of the device is given slots that were not pinned yet",
+        (
+            _STAGING,
+            "by_kernel = movable and pieces is not None and runs is None",
+            "by_kernel = movable and runs is None",
         ),
     ),
     mutant(

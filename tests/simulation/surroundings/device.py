@@ -8,6 +8,7 @@ reads poison; and of two writers without a fence between them either comes last,
 piece of work is split where it can be.
 """
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -212,6 +213,7 @@ class SimulatedStream(Stream):
         self._entered = 0
         self._closed = False
         self._hashes = device.world.chance(0.6)
+        self._moves = device.world.chance(0.6)
         # Addresses of the host's memory that the device may use: a piece may not be left in a copy.
         self._host: list[tuple[int, int]] = []
         self._used: list[tuple[int, int]] = []  # of it, by work that is not done
@@ -301,6 +303,21 @@ class SimulatedStream(Stream):
         self._device.launch(self._hashing, work)
         return sums
 
+    def can_move(self, nbytes: int) -> bool:
+        return self._moves and not nbytes % 16
+
+    def move(self, staged: torch.Tensor, rows: torch.Tensor, *, to_host: bool) -> None:
+        nbytes = staged.shape[1]
+        hosts = []
+        for address in rows.tolist():
+            there = torch.frombuffer(
+                (ctypes.c_int8 * nbytes).from_address(address), dtype=torch.int8
+            )
+            hosts.append(there)
+        for row, there in zip(staged, hosts, strict=True):
+            copy = partial(there.copy_, row) if to_host else partial(row.copy_, there)
+            self.launch(copy, host=there, lands=to_host)
+
     def pin(self, slots: NDArray[np.uint8]) -> bool:
         if not self._closed:
             self._host.append(_addresses(slots))
@@ -351,7 +368,7 @@ class DeviceCopier:
             canonical, layout, device.stream(), staging_bytes=buffers * layout.slot_bytes
         )
         # Slots of the toy are small, and so are the pieces of a plan.
-        inner.direct_bytes = 0
+        inner.direct_bytes = device.world.draw.choice((0, 1 << 30))
         inner.speed = 1
         self._inner: BlockCopier = inner
         self._reserved = [
