@@ -128,8 +128,8 @@ DEVICE: Final = (
         "what is launched is in no order with the fence that was waited for",
         (
             _STAGING,
-            "        with self._lock, self._stream.active():\n            # All of them at once",
-            "        with self._lock:\n            # All of them at once",
+            "        with self._lock, self._stream.active():\n            batches = list(",
+            "        with self._lock:\n            batches = list(",
         ),
     ),
     mutant(
