@@ -7,6 +7,8 @@ before and after each of those, as many bytes are copied in one piece between me
 and pinned memory of the host, the way that this copy goes. What was loaded is compared with what
 was saved.
 
+Also to and from slots that lie apart, and layer by layer, as a save follows the forward pass.
+
 Then the same with the connector's jobs: saves to the own arena, and loads from the arena of another
 engine, before and after its memory was registered with the device. They go piece by piece, and each
 slot is looked at before and after.
@@ -40,7 +42,9 @@ from omni_connector.arena.arena import Arena
 from omni_connector.arena.pinning import Pins
 from omni_connector.copy.choice import make_copier
 from omni_connector.copy.copier import BlockCopier, BlockCopy
+from omni_connector.copy.layered import Forward, LayeredSave
 from omni_connector.kv.canonical import GroupSpec, LayerSpec, SlotLayout, canonicalize
+from omni_connector.kv.spans import BlockSpans
 from omni_connector.runtime.shared_work import Helpers
 from omni_connector.transports import Endpoint
 from omni_connector.transports.shm import SharedMemoryTransport
@@ -122,8 +126,10 @@ def caches(
     return buffer, layout, make_copier(canonical, layout, helpers)
 
 
-def copies(device: Device, page: int, checksum: bool, moved: int, repeats: int) -> Row:
-    """The rates of single copies.
+def copies(
+    device: Device, page: int, checksum: bool, moved: int, repeats: int, *, apart: bool = False
+) -> Row:
+    """The rates of single copies; `apart` has their slots in no order.
 
     Raises:
         SystemExit: the bytes that were loaded are not those that were saved.
@@ -135,6 +141,8 @@ def copies(device: Device, page: int, checksum: bool, moved: int, repeats: int) 
     order = np.random.default_rng(7).permutation(num_blocks).astype(np.int64)
     saved, loaded = order[:count], order[count:]
     slots = np.arange(count, dtype=np.int64)
+    if apart:
+        slots = np.random.default_rng(8).permutation(slots)
     with Arena.create(count, layout.slot_bytes) as arena:
         arena.slots[:] = 1
         copier.pin(arena.slots)
@@ -161,6 +169,33 @@ def copies(device: Device, page: int, checksum: bool, moved: int, repeats: int) 
             copier.close()
             helpers.close(5.0)
     return row(page, checksum, 1, moved, times[1:])
+
+
+def by_layers(device: Device, page: int, moved: int, repeats: int) -> tuple[float, float]:
+    """A save that follows a forward pass of no length: its rate, and the ratio."""
+    count = moved // (page * LAYERS)
+    with ExitStack() as stack:
+        rank = Rank(count, count, stack, page_bytes=page, copy_threads=1, device=device.name)
+        blocks = BlockSpans.of([(0, rank.blocks[:count].tolist())])
+        places = np.arange(count)
+
+        def save() -> None:
+            forward = Forward()
+            copies = LayeredSave(
+                rank.copier, rank.layer_ranges, True, forward, blocks, rank.own.slots, places
+            )
+            followed = copies.follow(lambda: False)
+            for layer_range in rank.layer_ranges.of_groups[0]:
+                for layer in layer_range.layers:
+                    forward.computed(layer, rank.copier.fence())
+                while next(followed) is True:
+                    pass
+            forward.end(rank.copier.fence())
+            copies.finish(0, places, lambda: False)
+
+        times = [device.beside(save, saving=True) for _ in range(repeats + 1)][1:]
+    rate = moved / statistics.median(took for _, took in times) / 1e9
+    return rate, statistics.median(plain / took for plain, took in times)
 
 
 class CountedPins:
@@ -285,13 +320,25 @@ def of_jobs(row: Row) -> str:
     return cells(row, str(row.threads) if row.threads else "registered")
 
 
-def markdown(copied: list[Row], by_jobs: list[Row], name: str, command: str, repeats: int) -> str:
+def of_layers(page: int, rate: float, ratio: float) -> str:
+    """A line of the table of saves layer by layer."""
+    return f"| {page // KIB} | {rate:.1f} ({ratio:.2f}) |"
+
+
+def markdown(
+    copied: list[Row],
+    apart: list[Row],
+    layered: list[str],
+    by_jobs: list[Row],
+    about: str,
+    repeats: int,
+) -> str:
     """The tables."""
     lines = [
         "# Blocks from a device to an arena and back",
         "",
-        f"`{command}`: {name}; {machine()}; Linux {platform.release()}, Python "
-        f"{platform.python_version()}, torch {torch.__version__}.",
+        f"{about}; {machine()}; Linux {platform.release()}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}.",
         "",
         f"Scattered blocks of {LAYERS} layers. Rates in GB/s of payload, medians of {repeats} runs;"
         " in brackets the median ratio to one plain copy of as many bytes, the same way, between "
@@ -300,6 +347,24 @@ def markdown(copied: list[Row], by_jobs: list[Row], name: str, command: str, rep
         "| page KiB | checksum | save | load |",
         "|---:|---|---:|---:|",
         *map(of_copies, copied),
+        "",
+        "## Slots that lie apart",
+        "",
+        "The same, with slots in no order. A kernel of the device reads and writes those of less "
+        "than 1 MiB.",
+        "",
+        "| page KiB | checksum | save | load |",
+        "|---:|---|---:|---:|",
+        *map(of_copies, apart),
+        "",
+        "## Layer by layer",
+        "",
+        "A save that follows the forward pass, of which each layer is there when the one before is "
+        "saved. The device makes the checksums at the end.",
+        "",
+        "| page KiB | save |",
+        "|---:|---:|",
+        *layered,
         "",
         "## The connector's jobs",
         "",
@@ -352,6 +417,11 @@ def main() -> None:
         for checksum in (False, True):
             copied.append(copies(device, page, checksum, moved, repeats))
             print(of_copies(copied[-1]), flush=True)
+    pages = PAGES[1:3] if arguments.quick else PAGES[:3]
+    apart = [copies(device, page, True, moved, repeats, apart=True) for page in pages]
+    print("\n".join(map(of_copies, apart)), flush=True)
+    layered = [of_layers(page, *by_layers(device, page, moved, repeats)) for page in pages]
+    print("\n".join(layered), flush=True)
     by_jobs: list[Row] = []
     for page in OF_JOBS:
         for threads in THREADS:
@@ -361,7 +431,8 @@ def main() -> None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         command = f"python benchmarks/device.py --device {arguments.device}"
         command += " --quick" if arguments.quick else ""
-        text = markdown(copied, by_jobs, name, command, repeats)
+        about = f"`{command}`: {name}"
+        text = markdown(copied, apart, layered, by_jobs, about, repeats)
         (arguments.output / "device.md").write_text(text)
         plot(copied, arguments.output / "device.png")
 

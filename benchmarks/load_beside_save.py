@@ -60,6 +60,7 @@ class Rank:
     Attributes:
         copier: of the caches.
         own, theirs: the arenas.
+        layer_ranges: of the caches.
         blocks: all of the caches, in the order in which they are loaded and then saved.
         block_bytes: of one.
 
@@ -116,6 +117,7 @@ class Rank:
         stack.callback(copier.close)
         copier.pin(own.slots)
         self.copier, self.own, self.theirs = copier, own, theirs
+        self.layer_ranges = layer_ranges
         self._loads = CopyThread("omni-load")
         self._saves = CopyThread("omni-save", first=self._loads)
         peer: Any = transports

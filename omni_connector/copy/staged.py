@@ -280,7 +280,7 @@ class StagedCopier(BlockCopier):
     """
 
     speed = 16
-    direct_bytes = 256 << 10
+    direct_bytes = 1 << 20
 
     def __init__(
         self,
