@@ -351,7 +351,7 @@ def markdown(
         "## Slots that lie apart",
         "",
         "The same, with slots in no order. A kernel of the device reads and writes those of less "
-        "than 1 MiB.",
+        "than 4 MiB.",
         "",
         "| page KiB | checksum | save | load |",
         "|---:|---|---:|---:|",

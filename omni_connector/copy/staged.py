@@ -209,7 +209,7 @@ class _Call:
         sums: the checksums `(n,)`.
         device_hashes: whether the device makes them.
         block_ids: on the device `(n,)`.
-        rows: the addresses of the slots, on the device `(n,)`; none where no kernel asks for them.
+        rows: the addresses of the slots, on the device `(n,)`; None where no kernel asks for them.
     """
 
     copy: BlockCopy
@@ -218,7 +218,7 @@ class _Call:
     sums: NDArray[np.uint64]
     device_hashes: bool
     block_ids: torch.Tensor = _NOTHING
-    rows: torch.Tensor = _NOTHING
+    rows: torch.Tensor | None = None
 
     @property
     def host_hashes(self) -> bool:
@@ -234,6 +234,11 @@ class _Call:
         """Of some slots `(n,)`."""
         assert self.slots is not None
         return self.slots.data_ptr() + slot_ids * self.slots.stride(0)
+
+    def rows_of(self, batch: _Batch) -> torch.Tensor:
+        """The addresses of a batch's slots, on the device."""
+        assert self.rows is not None
+        return self.rows[batch.places]
 
     def slots_of(self, run: _Run) -> torch.Tensor:
         """The slots of a run, as the device copies them."""
@@ -280,7 +285,7 @@ class StagedCopier(BlockCopier):
     """
 
     speed = 16
-    direct_bytes = 1 << 20
+    direct_bytes = 4 << 20
 
     def __init__(
         self,
@@ -394,20 +399,37 @@ class StagedCopier(BlockCopier):
         aligned = max(1, -(-size // SLOT_ALIGNMENT)) * SLOT_ALIGNMENT
         rows = self._rows * self._layout.slot_bytes // aligned
         count = len(call.copy.block_ids)
-        movable = self._movable(call)
         for number, first in enumerate(range(0, count, rows)):
             places = slice(first, min(first + rows, count))
             slot_ids = call.copy.slot_ids[places]
             pieces = self._pieces(call, slot_ids)
-            runs = None if pieces is None else self._runs(call, slot_ids, pieces)
-            by_kernel = movable and pieces is not None and runs is None
+            by_kernel = call.rows is not None and pieces is not None
+            runs = None
+            if pieces is not None and not by_kernel:
+                runs = self._runs(call, slot_ids, pieces)
             yield _Batch(number % 2, places, slot_ids, runs, by_kernel)
 
-    def _movable(self, call: _Call) -> bool:
-        """Whether kernels of the device may read or write the slots, if they are pinned."""
+    def _sent(self, call: _Call) -> _Call:
+        """The call, with its ids on the device. All of them at once, and before the fence, as the
+        host waits until they are there."""
+        block_ids = self._stream.to_device(call.copy.block_ids)
+        rows = None
+        if self._for_kernels(call):
+            rows = self._stream.to_device(call.addresses(call.copy.slot_ids))
+        return replace(call, block_ids=block_ids, rows=rows)
+
+    def _for_kernels(self, call: _Call) -> bool:
+        """Whether kernels of the device read or write the slots, where these are pinned."""
         slots = call.slots
-        aligned = slots is not None and not (slots.data_ptr() % 16 or slots.stride(0) % 16)
-        return aligned and self._stream.can_move(call.on_device.row_bytes)
+        size = call.on_device.row_bytes
+        if slots is None or not self._stream.can_move(size):
+            return False
+        if slots.data_ptr() % 16 or slots.stride(0) % 16:
+            return False
+        count = len(call.copy.slot_ids)
+        joined = int(np.count_nonzero(np.diff(call.copy.slot_ids) == 1))
+        runs = count - joined if size == slots.stride(0) else count
+        return count * size < runs * self.direct_bytes
 
     def _pieces(self, call: _Call, slot_ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """The pinned piece that each slot lies in; None unless each lies in one."""
@@ -418,7 +440,7 @@ class StagedCopier(BlockCopier):
     def _runs(
         self, call: _Call, slot_ids: NDArray[np.int64], pieces: NDArray[np.int64]
     ) -> list[_Run] | None:
-        """What the device transfers itself; None where it takes less time to move all at once."""
+        """What the device transfers itself; None where the host takes less time."""
         assert call.slots is not None
         size = call.on_device.row_bytes
         distance = call.slots.stride(0)
@@ -444,12 +466,7 @@ class StagedCopier(BlockCopier):
     ) -> bool:
         """Run all batches; each ends while the next is under way. Returns False if cancelled."""
         with self._lock, self._stream.active():
-            batches = list(self._batches(call))
-            # All of them at once, and before the fence, as the host waits until they are there.
-            call = replace(call, block_ids=self._stream.to_device(call.copy.block_ids))
-            if any(batch.by_kernel for batch in batches):
-                addresses = call.addresses(call.copy.slot_ids)
-                call = replace(call, rows=self._stream.to_device(addresses))
+            call = self._sent(call)
             if call.copy.fence is not None:
                 self._stream.wait(call.copy.fence)
             under_way: deque[tuple[object, _Batch, torch.Tensor | None]] = deque()
@@ -462,7 +479,7 @@ class StagedCopier(BlockCopier):
                     call.sums[batch.places] = sums.numpy().view(np.uint64)
 
             try:
-                for batch in batches:
+                for batch in self._batches(call):
                     if cancelled is not None and cancelled():
                         return False
                     sums = start(call, batch)
@@ -482,7 +499,7 @@ class StagedCopier(BlockCopier):
         call.on_device.gather(self._stream, call.block_ids[batch.places], staged)
         there = self._stream.mark() if call.device_hashes else None
         if batch.by_kernel:
-            self._stream.move(staged, call.rows[batch.places], to_host=True)
+            self._stream.move(staged, call.rows_of(batch), to_host=True)
         elif batch.runs is None:
             self._cross(self._buffer(self._bounced, call, batch), staged, lands=True)
         else:
@@ -507,7 +524,7 @@ class StagedCopier(BlockCopier):
         """Begin to load a batch; returns as `_out`."""
         staged = self._buffer(self._staged, call, batch)
         if batch.by_kernel:
-            self._stream.move(staged, call.rows[batch.places], to_host=False)
+            self._stream.move(staged, call.rows_of(batch), to_host=False)
         elif batch.runs is None:
             self._cross(staged, self._bounce(call, batch, saving=False))
         else:

@@ -128,8 +128,8 @@ DEVICE: Final = (
         "what is launched is in no order with the fence that was waited for",
         (
             _STAGING,
-            "        with self._lock, self._stream.active():\n            batches = list(",
-            "        with self._lock:\n            batches = list(",
+            "        with self._lock, self._stream.active():\n            call = self._sent(",
+            "        with self._lock:\n            call = self._sent(",
         ),
     ),
     mutant(
@@ -183,21 +183,12 @@ DEVICE: Final = (
         ),
     ),
     mutant(
-        "device: hashed before all layers are there",
-        "blocks that were copied layer by layer are hashed while the forward pass goes on",
-        (
-            "omni_connector.copy.layered",
-            "hash_blocks(group, block_ids, fence=self._forward.fence)",
-            "hash_blocks(group, block_ids, fence=None)",
-        ),
-    ),
-    mutant(
         "device: kernels reach what is not pinned",
         "a kernel of the device is given slots that were not pinned yet",
         (
             _STAGING,
-            "by_kernel = movable and pieces is not None and runs is None",
-            "by_kernel = movable and runs is None",
+            "by_kernel = call.rows is not None and pieces is not None",
+            "by_kernel = call.rows is not None",
         ),
     ),
     mutant(
