@@ -423,8 +423,10 @@ class ToyRunner:
         for g, group in enumerate(self._groups):
             content = [each[g] for each in drawn]
             if isinstance(group, _State) and group.drafts:
-                content = content[min(end, last + 1) - start - 1 :]  # of the tokens that are known
-                puts.append(group.running_puts(row.tables[g], end, content))
+                known = min(end, last + 1)
+                inner = group.inner_puts(row.tables[g], start, known, content)
+                running = group.running_puts(row.tables[g], end, content[known - start - 1 :])
+                puts.append([one + two for one, two in zip(inner, running, strict=True)])
             elif self._kinds[g].cached:
                 puts.append(group.puts(row.tables[g], again, end, content[again - start :]))
             else:
@@ -698,16 +700,31 @@ class _State:
         self, table: list[int], start: int, end: int, content: list[bytes]
     ) -> list[list[_Put]]:
         """The state after `end` positions, by layer."""
+        inner = self.inner_puts(table, start, end, content)
+        last = self._puts(self._block(table, end), content[end - start - 1])
+        return [one + two for one, two in zip(inner, last, strict=True)]
+
+    def inner_puts(
+        self, table: list[int], start: int, end: int, content: list[bytes]
+    ) -> list[list[_Put]]:
+        """The states at the ends of blocks before `end`, by layer, where they are kept."""
         puts: list[list[_Put]] = [[] for _ in self._layers]
         size = self.block_size
-        inner = range((start // size + 1) * size, end, size) if self._every else ()
-        for after in (*inner, end):
-            block = self._block(table, after)
-            states = np.frombuffer(content[after - start - 1], np.uint8).reshape(-1, STATE_BYTES)
-            for number, (layer, state) in enumerate(zip(self._layers, states, strict=True)):
-                ranks = zip(layer, self._places, strict=True)
-                puts[number] += [_Put(rank, block, state[places]) for rank, places in ranks]
+        for after in range((start // size + 1) * size, end, size) if self._every else ():
+            of_block = self._puts(self._block(table, after), content[after - start - 1])
+            puts = [one + two for one, two in zip(puts, of_block, strict=True)]
         return puts
+
+    def _puts(self, block: int, content: bytes) -> list[list[_Put]]:
+        """One state, by layer."""
+        states = np.frombuffer(content, np.uint8).reshape(-1, STATE_BYTES)
+        return [
+            [
+                _Put(rank, block, state[places])
+                for rank, places in zip(layer, self._places, strict=True)
+            ]
+            for layer, state in zip(self._layers, states, strict=True)
+        ]
 
     def running_puts(self, table: list[int], end: int, content: list[bytes]) -> list[list[_Put]]:
         """The states after the tokens that are known, and after each draft, by layer.
@@ -719,10 +736,7 @@ class _State:
         column = -(-end // self.block_size) - 1
         for block, after in zip(table[column:], content, strict=False):
             assert block != 0, "vLLM has taken a block away that takes a state"
-            states = np.frombuffer(after, np.uint8).reshape(-1, STATE_BYTES)
-            for number, (layer, state) in enumerate(zip(self._layers, states, strict=True)):
-                ranks = zip(layer, self._places, strict=True)
-                puts[number] += [_Put(rank, block, state[places]) for rank, places in ranks]
+            puts = [one + two for one, two in zip(puts, self._puts(block, after), strict=True)]
         return puts
 
     def accept(

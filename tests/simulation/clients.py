@@ -4,7 +4,7 @@
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from vllm.v1.engine import FinishReason
@@ -401,6 +401,11 @@ class Clients(Deployment):
             prefill_how, decode_how: how these requests want to be answered.
             session: whether the first decode request opens a streaming session.
         """
+        sender = self.engines.get(prefill)
+        if sender is not None and sender.shape.drafter and prefill_how.grammar is not None:
+            # A grammar may forbid the token that follows a shortened prompt. Then the drafter has
+            # KV of another one there.
+            prefill_how = replace(prefill_how, compile_s=None, compiles=True)
         first: dict[str, Any] = {"wish": wish, "priority": priority}
         options = first | {"inputs": inputs if decoded is None else decoded}
         options["salt"] = salt or options["inputs"].salt
