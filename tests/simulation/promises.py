@@ -101,9 +101,10 @@ class Promises:
         self._handed: dict[int, int] = {}  # slots that hand-offs took, and in which generation
         self._seen: Mapping[int, bytes] = {}
         self._resets: object = None
-        # Blocks that wait until earlier copies have ended: whose they are, of which group, and
-        # whether blocks were dropped meanwhile. One of these may wait for another request alone.
-        self._late: list[tuple[str, Wish, int, list[bytes], bool]] = []
+        # Blocks that wait until earlier copies have ended: whose they are, of which group, since
+        # when, and whether blocks were dropped meanwhile. One of these may wait for another request
+        # alone, and be pinned for this one at once.
+        self._late: list[tuple[str, Wish, int, list[bytes], float, bool]] = []
 
     def look(self, half: Any, names: Mapping[int, bytes], stored: Iterable[str]) -> None:
         """Look at a scheduler half that has just built a step.
@@ -124,8 +125,8 @@ class Promises:
             self._pinned = set(inspection.tags(half)[slots].tolist())
         now = self._engine.world.now
         late, self._late = self._late, []
-        for request_id, wish, g, keys, dropped in late:
-            self._asks(half, request_id, wish, g, keys, now, dropped=dropped)
+        for request_id, wish, g, keys, since, dropped in late:
+            self._asks(half, request_id, wish, g, keys, since, dropped=dropped)
         requests = self._engine.scheduler.requests
         ended = [each for name, each in self._running.items() if name not in requests]
         self._running = dict(requests)
@@ -210,7 +211,7 @@ class Promises:
         wish: Wish,
         group: int,
         keys: list[bytes],
-        now: float,
+        since: float,
         *,
         dropped: bool | None = None,
     ) -> None:
@@ -219,6 +220,7 @@ class Promises:
         filled it anew in the same step, and does not ask for a pin.
 
         Args:
+            since: when it has asked for them.
             dropped: of blocks that have waited, whether any were dropped meanwhile.
         """
         if wish.pin_s:
@@ -228,7 +230,7 @@ class Promises:
         waiting = inspection.waiting(half)
         excused = bool(dropped) or inspection.counted(half, "blocks_dropped") > 0
         if late := [key for key in keys if (group, key) in waiting]:
-            self._late.append((request_id, wish, group, late, excused))
+            self._late.append((request_id, wish, group, late, since, excused))
             keys = [key for key in keys if (group, key) not in waiting]
         tags = inspection.tags_of_blocks(half, group, keys).tolist()
         whole = inspection.keeps_all(half, group)
@@ -247,7 +249,7 @@ class Promises:
             else:
                 name = self._beginnings[group] + key[:_HASH_BYTES]
                 pin = self._pins.setdefault(name, _Pin(tag))
-                pin.until = max(pin.until, now + wish.pin_s)
+                pin.until = max(pin.until, since + wish.pin_s)
         shape = self._engine.shape
         # The control thread may have ended pins since these were refused.
         privileged = len(self._privileged | set(inspection.privileged(half)))
