@@ -14,8 +14,8 @@ Kernels whose C asks for `__NVPTX__` are compiled to PTX as well. The driver of 
 its machine code of that: for all devices from compute capability 7.0 on.
 
 The first line tells clang's major version, since each writes other IR, and a digest of the C and of
-the headers beside it. `--check` compares the digest, and compiles again where it finds a clang of
-that version.
+the headers that it includes. `--check` compares the digest, and compiles again where it finds a
+clang of that version.
 """
 
 import argparse
@@ -69,9 +69,15 @@ def digest(source: Path) -> str:
 
 
 def headers(source: Path) -> list[Path]:
-    """The headers beside a kernel that it includes."""
-    text = source.read_text(encoding="utf-8")
-    return [each for each in sorted(source.parent.glob("*.h")) if f'"{each.name}"' in text]
+    """The headers beside a kernel that it includes, also by way of others."""
+    found: list[Path] = []
+    left = [source]
+    while left:
+        text = left.pop().read_text(encoding="utf-8")
+        more = [each for each in source.parent.glob("*.h") if f'"{each.name}"' in text]
+        left += [each for each in more if each not in found]
+        found += [each for each in more if each not in found]
+    return sorted(found)
 
 
 def find_clang(major: str = "19") -> str | None:

@@ -1,4 +1,4 @@
-; clang 19, sha256 of the C 1014e72b558392f1
+; clang 19, sha256 of the C d06563c80c400d5f
 ; scripts/compile_kernels.py has made this file.
 
 %struct.index = type { ptr, ptr, ptr, ptr, i64 }

@@ -1,4 +1,4 @@
-; clang 19, sha256 of the C 6aeb24834d971fd9
+; clang 19, sha256 of the C f3e066a31cad8e2c
 ; scripts/compile_kernels.py has made this file.
 
 %struct.row = type <{ [4 x i64], i32 }>
