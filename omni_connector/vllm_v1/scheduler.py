@@ -584,11 +584,11 @@ class OmniScheduler:
         if self._shared is not None:
             self._shared.build(meta)
             if known:  # else nobody may have what is computed
-                drafted = scheduler_output.scheduled_spec_decode_tokens
-                with self._held(copied_blocks(scheduler_output)):
-                    self._shared.saves.build(meta, scheduled, self._blocks_of, drafted)
-                    if states := boundary_states(scheduler_output):
-                        self._shared.keep_boundaries(meta, states, self._blocks_of)
+                if copied := copied_blocks(scheduler_output):
+                    with self._held(copied):
+                        self._keep(self._shared, meta, scheduled, scheduler_output)
+                else:
+                    self._keep(self._shared, meta, scheduled, scheduler_output)
         if self._ledger.block_copies:
             copy_blocks(scheduler_output, self._ledger.block_copies)
             self._ledger.block_copies = []
@@ -598,6 +598,19 @@ class OmniScheduler:
             self._trace.begin_each(scheduled, "prefill", after="queued")
             self._trace.begin_each(scheduled, "decode", after="scheduling")
         return meta
+
+    def _keep(
+        self,
+        shared: SharedPrefix,
+        meta: OmniConnectorMetadata,
+        scheduled: Mapping[str, int],
+        step: "SchedulerOutput",
+    ) -> None:
+        """Have what this step fills and leaves kept for others."""
+        drafted = step.scheduled_spec_decode_tokens
+        shared.saves.build(meta, scheduled, self._blocks_of, drafted)
+        if states := boundary_states(step):
+            shared.keep_boundaries(meta, states, self._blocks_of)
 
     @contextmanager
     def _held(self, block_ids: Sequence[int]) -> Iterator[None]:
