@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import importlib
 import logging
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -48,6 +50,19 @@ def pytest_collection_finish() -> None:
     """
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine code can be compiled."""
+    found = importlib.import_module
+
+    def missing(name: str, package: str | None = None) -> ModuleType:
+        if name.startswith("llvmlite"):
+            raise ImportError(name)
+        return found(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
 
 
 @pytest.fixture(scope="session")

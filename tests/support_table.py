@@ -117,9 +117,9 @@ a state after each draft as vLLM does; so does the simulation.
 | hand-off | yes, between engines that draft equally many tokens (vLLM's states have other shapes \
 with other numbers of drafts, and are refused by name) |
 | MTP of several modules | yes, but for prompts in whose last tokens a block with a state ends |
-| shared prefixes | the states of prompts. Of answers those that the request still has a step \
-later, as vLLM moves the state of the accepted tokens into place after a step; no ends of requests \
-within blocks |
+| shared prefixes | the states of prompts are shared. A state within an answer is shared if the \
+request still has its block a step later, because vLLM moves it into place after its step. Ends of \
+requests within blocks are not shared |
 
 ## A drafter on one side only
 

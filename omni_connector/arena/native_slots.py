@@ -159,10 +159,9 @@ class NativeSlots:
             than 8 bytes or the number of a prompt is not below `NUM_PROMPTS`.
         """
         count = len(slots)
-        index, listed, tags_at = None, None, None
+        index, listed = _addresses_of(listing)
+        tags_at = None
         if listing is not None:
-            index, tags_of_slots = listing
-            listed = tags_of_slots.ctypes.data
             tags = np.ascontiguousarray(tags, np.uint64)
             tags_at = tags.ctypes.data
         slots = np.ascontiguousarray(slots, np.int64)
@@ -227,7 +226,7 @@ class NativeSlots:
             number: of their group among those examined last.
         """
         tags, prompts, tenants, _ = self._batches[number].addresses
-        index, listed = (None, None) if listing is None else (listing[0], listing[1].ctypes.data)
+        index, listed = _addresses_of(listing)
         given = (self._table, index, listed, blocks.rows, slots.ctypes.data, len(slots))
         one_tenant = self._begin(self._words, *given, tags, tenants, prompts, evicted)
         assert one_tenant >= 0, "their keys are long enough"
@@ -238,7 +237,7 @@ class NativeSlots:
     ) -> int:
         """Copies into these slots have ended well; returns how many slots nobody holds."""
         slots = np.ascontiguousarray(slots, np.int64)
-        index, listed = (None, None) if listing is None else (listing[0], listing[1].ctypes.data)
+        index, listed = _addresses_of(listing)
         return int(self._filled(self._words, index, listed, slots.ctypes.data, len(slots)))
 
     def let_go(self, slots: NDArray[np.int64]) -> bool:
@@ -246,6 +245,16 @@ class NativeSlots:
         are to be cached now, and none is favoured, pinned or used again."""
         slots = np.ascontiguousarray(slots, np.int64)
         return bool(self._let_go(self._words, slots.ctypes.data, len(slots)))
+
+
+def _addresses_of(
+    listing: tuple[bytes, NDArray[np.uint64]] | None,
+) -> tuple[bytes | None, int | None]:
+    """What the code is told of a listing: the index, and where the tags of the slots lie."""
+    if listing is None:
+        return None, None
+    index, tags_of_slots = listing
+    return index, tags_of_slots.ctypes.data
 
 
 @functools.cache

@@ -180,5 +180,6 @@ class ArenaSizing:
 
 
 def _with_sums(slots: int) -> int:
-    """Slots of an arena that has so many for blocks, and sums of their parts; see `part_sums`."""
+    """How many slots an arena needs for so many blocks and the sums of their parts; see
+    `part_sums`."""
     return slots + 1 + slots // 64

@@ -39,8 +39,8 @@ _PORTABLE: Final = 1 | 2
 _READ_ONLY: Final = 8
 
 _HASHED_AT_ONCE: Final = 2
-"""Batches: as many as there are staging buffers. Few slots of many bytes take a device longer to
-hash than to copy, on a small part of its cores."""
+"""Batches, one for each staging buffer. A device hashes a few long slots on few of its cores, which
+takes longer than to copy them."""
 
 
 class _Hashing:

@@ -6,17 +6,14 @@ Where there is no driver, or what the kernels give is not what xxhash gives, the
 
 import ctypes
 import functools
-import logging
 from typing import Final
 
 import numpy as np
 import torch
 import xxhash
 
-from omni_connector.copy.device_kernels import DeviceKernels, address
+from omni_connector.copy.device_kernels import DeviceKernels, address, made_on
 from omni_connector.copy.native import ALIGNMENT, LEAST_HASHED
-
-logger = logging.getLogger("vllm.omni_connector.staging")
 
 _BLOCK_BYTES: Final = 1024
 """Bytes after which the sums of a row are scrambled."""
@@ -85,10 +82,4 @@ class DeviceHash:
 @functools.cache
 def device_hash(device: torch.device) -> DeviceHash | None:
     """The hash of a device, made at the first call; None where it cannot be had."""
-    try:
-        with torch.cuda.device(device):
-            torch.cuda.current_stream(device).synchronize()  # the context is current from here on
-            return DeviceHash(device)
-    except (OSError, RuntimeError) as error:
-        logger.warning("The host hashes KV blocks, as the device cannot be used for it: %s", error)
-        return None
+    return made_on(device, DeviceHash, "The host hashes KV blocks")

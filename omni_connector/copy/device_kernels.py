@@ -3,12 +3,17 @@
 the device at hand."""
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any, Final
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
 import torch
 
 from omni_connector.runtime.machine_code import kernel
+
+logger = logging.getLogger("vllm.omni_connector.staging")
+
+_Made = TypeVar("_Made")
 
 _THREADS: Final = 256
 """Of a block of threads."""
@@ -64,6 +69,24 @@ class DeviceKernels:
         code = getattr(self._driver, call)(*arguments)
         if code:
             raise RuntimeError(f"{call} failed with CUDA error {code}")
+
+
+def made_on(
+    device: torch.device, make: Callable[[torch.device], _Made], otherwise: str
+) -> _Made | None:
+    """What `make` makes for a CUDA device; None where it cannot be had, which is logged.
+
+    Args:
+        make: raises OSError or RuntimeError if there is no driver, or the kernels do not work.
+        otherwise: what the host does then.
+    """
+    try:
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device).synchronize()  # the context is current from here on
+            return make(device)
+    except (OSError, RuntimeError) as error:
+        logger.warning("%s, as the device cannot be used for it: %s", otherwise, error)
+        return None
 
 
 def address(tensor: torch.Tensor) -> ctypes.c_uint64:

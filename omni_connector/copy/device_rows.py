@@ -7,14 +7,11 @@ the host.
 
 import ctypes
 import functools
-import logging
 from typing import Final
 
 import torch
 
-from omni_connector.copy.device_kernels import DeviceKernels, address
-
-logger = logging.getLogger("vllm.omni_connector.staging")
+from omni_connector.copy.device_kernels import DeviceKernels, address, made_on
 
 WORD: Final = 16
 """Bytes by which sizes and addresses of rows must be divisible."""
@@ -78,12 +75,4 @@ class DeviceRows:
 @functools.cache
 def device_rows(device: torch.device) -> DeviceRows | None:
     """What moves the rows of a device, made at the first call; None where it cannot be had."""
-    try:
-        with torch.cuda.device(device):
-            torch.cuda.current_stream(device).synchronize()  # the context is current from here on
-            return DeviceRows(device)
-    except (OSError, RuntimeError) as error:
-        logger.warning(
-            "The host copies rows of KV blocks, as the device cannot be used for it: %s", error
-        )
-        return None
+    return made_on(device, DeviceRows, "The host copies rows of KV blocks")

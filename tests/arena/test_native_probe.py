@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine code finds and lists what numpy finds and lists, and refuses other arrays."""
 
-import importlib
-from types import ModuleType
 from unittest.mock import patch
 
 import numpy as np
@@ -140,16 +138,10 @@ def test_arrays_that_do_not_agree_are_refused() -> None:
             probe(b"", 0, TAGS, places, False)
 
 
+@pytest.mark.usefixtures("without_llvmlite")
 def test_without_a_compiler_numpy_looks_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def missing(name: str, package: str | None = None) -> ModuleType:
-        if name.startswith("llvmlite"):
-            raise ImportError(name)
-        return found(name, package)
-
-    found = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", missing)
     monkeypatch.setattr(module, "_engine", module._engine.__wrapped__)
     with caplog.at_level("WARNING", "vllm"):
         assert native_probe.__wrapped__() is None

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pool whose books machine code keeps has the same slots, lists and counts as with numpy."""
 
-import importlib
 from copy import deepcopy
-from types import ModuleType
 from unittest.mock import patch
 
 import numpy as np
@@ -296,16 +294,10 @@ def test_it_is_used_for_what_is_kept_unless_somebody_wants_to_know_the_changes(
     assert by_numpy.called == (listed and changes)
 
 
+@pytest.mark.usefixtures("without_llvmlite")
 def test_without_a_compiler_numpy_keeps_the_books(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def missing(name: str, package: str | None = None) -> ModuleType:
-        if name.startswith("llvmlite"):
-            raise ImportError(name)
-        return found(name, package)
-
-    found = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", missing)
     with caplog.at_level("WARNING", "vllm"):
         assert native_slots.__wrapped__() is None
     assert "machine code cannot be used (llvmlite" in caplog.text

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of an arena is there before it is used, and nobody suffers from it."""
 
+import contextlib
 import logging
 import mmap
 import os
@@ -369,29 +370,36 @@ class Device:
         assert self.pinned.pop(slots.ctypes.data) == slots.nbytes
 
 
+@contextlib.contextmanager
+def half_allocated() -> Iterator[tuple[Arena, ArenaView]]:
+    """An arena of 64 slots of 1 MiB, of which 32 have memory, and a view of it."""
+    with Arena.create(64, MIB, huge_pages="off") as arena:
+        arena.begin_write(0, 1)  # the headers have memory, too
+        arena.slots[:32] = 1
+        with ArenaView.open(
+            arena.fd, epoch=arena.epoch, n_slots=64, slot_bytes=MIB, prefault=True
+        ) as view:
+            yield arena, view
+
+
 def test_a_reader_has_pinned_what_is_allocated_and_lets_go_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_WINDOW", 4 * MIB)
     device = Device()
     before = mappings()
-    with Arena.create(64, MIB) as arena:
-        arena.begin_write(0, 1)  # the headers have memory, too
-        arena.slots[:32] = 1
-        with ArenaView.open(
-            arena.fd, epoch=arena.epoch, n_slots=64, slot_bytes=MIB, prefault=True
-        ) as view:
-            view.pin_with(device)
-            assert not device.pinned  # nobody reads it
-            first = view.slots.ctypes.data
-            wait_until(lambda: sum(device.pinned.values()) >= 31 * MIB)
-            assert len(device.pinned) == 8
-            assert min(device.pinned) == first
-            assert sum(device.pinned.values()) == 31 * MIB  # the last one may end in no whole step
-            assert os.fstat(arena.fd).st_blocks * 512 < 33 * MIB  # the owner has no more memory
-        assert not device.pinned
-        view.mapped_until(64 * MIB)
-        assert not device.pinned
+    with half_allocated() as (arena, view):
+        view.pin_with(device)
+        assert not device.pinned  # nobody reads it
+        first = view.slots.ctypes.data
+        wait_until(lambda: sum(device.pinned.values()) >= 31 * MIB)
+        assert len(device.pinned) == 8
+        assert min(device.pinned) == first
+        assert sum(device.pinned.values()) == 31 * MIB  # the last one may end in no whole step
+        assert os.fstat(arena.fd).st_blocks * 512 < 33 * MIB  # the owner has no more memory
+    assert not device.pinned
+    view.mapped_until(64 * MIB)
+    assert not device.pinned
     assert mappings() <= before
 
 
@@ -400,17 +408,12 @@ def test_a_device_that_refuses_a_piece_is_asked_for_no_more(
 ) -> None:
     monkeypatch.setattr(module, "_WINDOW", 4 * MIB)
     device = Device(refuses=2)
-    with Arena.create(64, MIB) as arena:
-        arena.begin_write(0, 1)  # the headers have memory, too
-        arena.slots[:32] = 1
-        with ArenaView.open(
-            arena.fd, epoch=arena.epoch, n_slots=64, slot_bytes=MIB, prefault=True
-        ) as view:
-            view.pin_with(device)
-            assert view.slots.any()
-            wait_until(lambda: view._prefaulter is None or finished(view._prefaulter))
-            assert len(device.pinned) == 2
-        assert not device.pinned
+    with half_allocated() as (_, view):
+        view.pin_with(device)
+        assert view.slots.any()
+        wait_until(lambda: device.asked == 3)
+        assert len(device.pinned) == 2
+    assert not device.pinned
     assert device.asked == 3
 
 

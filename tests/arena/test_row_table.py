@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine code of the table finds what a dict finds, and changes no memory but the table's."""
 
-import importlib
 import re
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -91,16 +89,10 @@ def test_buckets_are_even_whatever_the_rows_differ_in() -> None:
         assert table.find(b"".join(made)).tolist() == list(range(count))
 
 
+@pytest.mark.usefixtures("without_llvmlite")
 def test_without_a_compiler_a_dict_does_the_work(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def missing(name: str, package: str | None = None) -> ModuleType:
-        if name.startswith("llvmlite"):
-            raise ImportError(name)
-        return found(name, package)
-
-    found = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", missing)
     with caplog.at_level("WARNING", "vllm"):
         assert native_calls.__wrapped__() is None
     assert "machine code cannot be used (llvmlite" in caplog.text

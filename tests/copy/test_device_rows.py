@@ -81,7 +81,9 @@ def test_kernels_that_move_nothing_are_found_out(
 def test_without_a_driver_the_host_copies_rows(caplog: pytest.LogCaptureFixture) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    assert device_rows.__wrapped__(torch.device("cuda", 0)) is None
+    with caplog.at_level("WARNING", "vllm"):
+        assert device_rows.__wrapped__(torch.device("cuda", 0)) is None
+    assert "The host copies rows of KV blocks, as the device cannot be used for it" in caplog.text
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies in machine code give what numpy and xxhash give, and go where numpy must."""
 
-import importlib
 import itertools
 import platform
 import re
@@ -214,14 +213,8 @@ def test_ids_that_do_not_exist_have_no_address(ids):
         rows.slots(np.zeros((3, 8), np.uint8), np.array(ids))
 
 
+@pytest.mark.usefixtures("without_llvmlite")
 def test_numpy_copies_where_the_compiler_is_missing(monkeypatch, caplog):
-    def missing(name, package=None):
-        if name.startswith("llvmlite"):
-            raise ImportError(name)
-        return found(name, package)
-
-    found = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", missing)
     with caplog.at_level("WARNING", "vllm"):
         assert native_copy.__wrapped__() is None
     assert "machine code cannot be used (llvmlite" in caplog.text
