@@ -65,6 +65,18 @@ class DeviceKernels:
         function = self._functions[name]
         self._require("cuLaunchKernel", function, *grid, *block, 0, stream, pointers, None)
 
+    def attribute(self, number: int) -> int:
+        """What the driver says of the device, by the number of a device attribute of CUDA.
+
+        Raises:
+            RuntimeError: it does not know it.
+        """
+        device = ctypes.c_int()
+        value = ctypes.c_int()
+        self._require("cuCtxGetDevice", ctypes.byref(device))
+        self._require("cuDeviceGetAttribute", ctypes.byref(value), number, device)
+        return value.value
+
     def _require(self, call: str, *arguments: Any) -> None:
         code = getattr(self._driver, call)(*arguments)
         if code:

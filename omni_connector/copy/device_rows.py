@@ -16,6 +16,9 @@ from omni_connector.copy.device_kernels import DeviceKernels, address, made_on
 WORD: Final = 16
 """Bytes by which sizes and addresses of rows must be divisible."""
 
+_ONE_ADDRESS: Final = 91
+"""CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
+
 _THREADS: Final = 64 * 256
 """Most threads of a launch. A few of a device's cores keep the bus to the host busy, and leave the
 others to the engine."""
@@ -35,6 +38,7 @@ class DeviceRows:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kernels = DeviceKernels(device, "move_rows.ptx", ("rows_to_host", "rows_from_host"))
+        self._require_host_addresses()
         self._check()
 
     def move(self, packed: torch.Tensor, rows: torch.Tensor, *, to_host: bool) -> None:
@@ -55,6 +59,12 @@ class DeviceRows:
         name = "rows_to_host" if to_host else "rows_from_host"
         threads = min(count * words, _THREADS)
         self._kernels.launch(name, threads, address(packed), address(rows), *size)
+
+    def _require_host_addresses(self) -> None:
+        """Raise RuntimeError unless registered memory has one address on host and device. A kernel
+        that used another one would end all of the engine's work on the device."""
+        if not self._kernels.attribute(_ONE_ADDRESS):
+            raise RuntimeError("its kernels know registered memory by other addresses")
 
     def _check(self) -> None:
         """Raise RuntimeError unless rows arrive."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of the host that a device's kernels read and write: the same kernels on the host."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_connector.copy.cuda import CudaStream
+from omni_connector.copy.device_kernels import DeviceKernels
 from omni_connector.copy.device_rows import WORD, DeviceRows, device_rows
 from omni_connector.runtime.machine_code import code_is_denied
 
@@ -76,6 +78,37 @@ def test_kernels_that_move_nothing_are_found_out(
     monkeypatch.setattr(on_host._kernels, "launch", lambda *_: None)
     with pytest.raises(RuntimeError, match="does not arrive"):
         on_host._check()
+
+
+def test_kernels_are_not_given_addresses_that_they_do_not_know(on_host: OnHost) -> None:
+    for known in (1, 0):
+        asked: list[int] = []
+
+        def attribute(number: int, known: int = known, asked: list[int] = asked) -> int:
+            asked.append(number)
+            return known
+
+        on_host._kernels.attribute = attribute
+        with nullcontext() if known else pytest.raises(RuntimeError, match="other addresses"):
+            on_host._require_host_addresses()
+        assert asked == [91]
+
+
+def test_the_driver_is_asked_about_the_current_device() -> None:
+    class Driver:
+        def cuCtxGetDevice(self, device: Any) -> int:
+            device._obj.value = 3
+            return 0
+
+        def cuDeviceGetAttribute(self, value: Any, number: int, device: Any) -> int:
+            value._obj.value = 10 * number + device.value
+            return 0 if number else 1
+
+    kernels = DeviceKernels.__new__(DeviceKernels)
+    kernels._driver = Driver()
+    assert kernels.attribute(91) == 913
+    with pytest.raises(RuntimeError, match="cuDeviceGetAttribute failed"):
+        kernels.attribute(0)
 
 
 def test_without_a_driver_the_host_copies_rows(caplog: pytest.LogCaptureFixture) -> None:
