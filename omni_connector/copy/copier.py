@@ -152,13 +152,15 @@ class BlockCopier(ABC):
                 and then those behind the last.
 
         Returns:
-            As `load`; None if this copier does not copy single pages, or does not hash some bytes.
+            As `load`; None if this copier does not copy these pages, or does not hash some bytes.
             Then nothing was copied.
 
         Raises:
             ValueError: slots or blocks that have no such pages; nothing was copied.
         """
-        return None
+        hashed = (0, length) if hashed is None else hashed
+        self._check_pages(copy, runs, length, hashed)
+        return self._copy_pages(copy, tuple(runs), length, hashed)
 
     def begin(
         self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
@@ -235,11 +237,30 @@ class BlockCopier(ABC):
     ) -> NDArray[np.uint64] | None:
         """What `save` and `load` do, with arrays that fit."""
 
+    def _copy_pages(
+        self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int, hashed: tuple[int, int]
+    ) -> NDArray[np.uint64] | None:
+        """What `load_pages` does, with pages that slots and blocks have."""
+        return None
+
     def _check(self, copy: BlockCopy) -> None:
-        check_slots(copy, self._layout.group_bytes[copy.group])
+        _check_slots(copy, self._layout.group_bytes[copy.group])
+
+    def _check_pages(
+        self, copy: BlockCopy, runs: Sequence[PageRun], length: int, hashed: tuple[int, int]
+    ) -> None:
+        _check_slots(copy, length)
+        done, end = hashed
+        size = self._layout.group_bytes[copy.group]
+        if not 0 <= done <= end <= length or (hashed != (0, length) and copy.states is None):
+            raise ValueError(f"bytes {hashed} are hashed, in a slot of {length} bytes")
+        for run in runs:
+            if not (done <= run.at <= end - run.nbytes and 0 <= run.first < run.end <= size):
+                raise ValueError(f"{run}, in a slot of {length} bytes and a block of {size}")
+            done = run.at + run.nbytes
 
 
-def check_slots(copy: BlockCopy, size: int) -> None:
+def _check_slots(copy: BlockCopy, size: int) -> None:
     """Raise ValueError unless a copy has slots of `size` bytes or more, one for each block."""
     slots = copy.slots
     if slots.ndim != 2 or slots.shape[1] < size:  # a peer's may be larger than ours

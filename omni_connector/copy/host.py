@@ -11,7 +11,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.copy.copier import BlockCopier, BlockCopy, check_slots, consecutive
+from omni_connector.copy.copier import BlockCopier, BlockCopy, consecutive
 from omni_connector.copy.host_rows import SHARED_BYTES, Sharing, begin_hashing, in_parts
 from omni_connector.copy.native import (
     ALIGNMENT,
@@ -169,32 +169,6 @@ class CpuCopier(BlockCopier):
             return None
         return begin_hashing([each.nbytes for each in rows], slots, count)
 
-    def load_pages(
-        self,
-        copy: BlockCopy,
-        runs: Sequence[PageRun],
-        length: int,
-        hashed: tuple[int, int] | None = None,
-    ) -> NDArray[np.uint64] | None:
-        hashed = (0, length) if hashed is None else hashed
-        self._check_runs(copy, runs, length, hashed)
-        group = self._groups[copy.group]
-        rows = [self._rows_of(copy.group, run.first, run.end) for run in runs]
-        edges = [*hashed, length, *(run.at for run in runs)]
-        by_native = self._is_for_native(rows, edges if copy.checksum else ())
-        if copy.states is not None and not by_native:
-            return None
-        if group.padding:
-            for block, _, count in consecutive(copy.block_ids, copy.block_ids, length):
-                _zero(group.padding, block, count)
-
-        def load(part: BlockCopy) -> NDArray[np.uint64]:
-            if by_native:
-                return self._load_pages(part, runs, rows, length, hashed)
-            return self._load_pages_by_numpy(part, runs, length)
-
-        return self._shared(copy, len(copy.block_ids) * sum(run.nbytes for run in runs), load)
-
     def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
         for block, _, count in consecutive(block_ids, block_ids, len(block_ids)):
             _zero(self._groups[group].reserved, block, count)
@@ -254,6 +228,26 @@ class CpuCopier(BlockCopier):
                 _zero(group.padding, block, together)
         return checksums(states) if copy.checksum else np.zeros(count, np.uint64)
 
+    def _copy_pages(
+        self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int, hashed: tuple[int, int]
+    ) -> NDArray[np.uint64] | None:
+        group = self._groups[copy.group]
+        rows = [self._rows_of(copy.group, run.first, run.end) for run in runs]
+        edges = [*hashed, length, *(run.at for run in runs)]
+        by_native = self._is_for_native(rows, edges if copy.checksum else ())
+        if copy.states is not None and not by_native:
+            return None
+        if group.padding:
+            for block, _, count in consecutive(copy.block_ids, copy.block_ids, length):
+                _zero(group.padding, block, count)
+
+        def load(part: BlockCopy) -> NDArray[np.uint64]:
+            if by_native:
+                return self._load_pages(part, runs, rows, length, hashed)
+            return self._load_pages_by_numpy(part, runs, length)
+
+        return self._shared(copy, len(copy.block_ids) * sum(run.nbytes for run in runs), load)
+
     def _shared(
         self,
         copy: BlockCopy,
@@ -276,19 +270,6 @@ class CpuCopier(BlockCopier):
 
         in_parts(self._helpers, len(copy.block_ids), nbytes, copy_part, self.shared_bytes)
         return None if given_up else np.concatenate([sums[first] for first in sorted(sums)])
-
-    def _check_runs(
-        self, copy: BlockCopy, runs: Sequence[PageRun], length: int, hashed: tuple[int, int]
-    ) -> None:
-        check_slots(copy, length)
-        done, end = hashed
-        size = self._layout.group_bytes[copy.group]
-        if not 0 <= done <= end <= length or (hashed != (0, length) and copy.states is None):
-            raise ValueError(f"bytes {hashed} are hashed, in a slot of {length} bytes")
-        for run in runs:
-            if not (done <= run.at <= end - run.nbytes and 0 <= run.first < run.end <= size):
-                raise ValueError(f"{run}, in a slot of {length} bytes and a block of {size}")
-            done = run.at + run.nbytes
 
     def _is_for_native(self, rows: Sequence[Rows], hashed: Sequence[int]) -> bool:
         """Whether machine code copies these rows, and hashes between these bytes of a slot."""

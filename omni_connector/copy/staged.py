@@ -2,6 +2,7 @@
 """Copying a KV cache in a device's memory, through bounded staging buffers."""
 
 import ctypes
+import functools
 import logging
 import threading
 from collections import deque
@@ -17,8 +18,10 @@ from numpy.typing import NDArray
 
 from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.copy.host_rows import HostRows, Sharing, begin_hashing
+from omni_connector.copy.native import ALIGNMENT, LEAST_HASHED, begin, native_copy
 from omni_connector.copy.stream import Stream
 from omni_connector.kv.canonical import SLOT_ALIGNMENT, CanonicalKVCaches, SlotLayout
+from omni_connector.kv.convert import PageRun
 from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of
 
 logger = logging.getLogger("vllm.omni_connector.staging")
@@ -29,6 +32,9 @@ _CLOSE_S: Final = 5.0
 _STAGING_BYTES: Final = 32 << 20
 """Of each of two staging buffers. A GPU of 2023 copies these in 0.6 ms, beside which launches and
 checksums take a quarter (benchmarks/results/device.md)."""
+
+_MOST_PAGES: Final = 256
+"""Most choices of pages of peers whose places are remembered. It bounds memory."""
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -72,19 +78,47 @@ class GroupOnDevice:
     def of(cls, canonical: CanonicalKVCaches, group: int) -> "GroupOnDevice":
         """The blocks of group `group`."""
         pages = canonical.pages[group]
-        segments = content_of(pages)
-        width, views = _words(canonical, segments)
-        parts = []
-        for segment, blocks in zip(segments, views, strict=True):
-            first = segment.slot_offset // width
-            parts.append(_Part(blocks, first, first + segment.nbytes // width))
-        return cls(
-            tuple(parts),
-            _WORDS[width],
-            sum(page.nbytes for page in pages),
-            _words(canonical, padding_of(pages))[1],
-            _words(canonical, reserved_of(pages))[1],
-        )
+        row_bytes = sum(page.nbytes for page in pages)
+        word, parts = _parts_of(canonical, content_of(pages), row_bytes)
+        padding = _words(canonical, padding_of(pages))[1]
+        reserved = _words(canonical, reserved_of(pages))[1]
+        return cls(parts, word, row_bytes, padding, reserved)
+
+    def with_pages(
+        self, canonical: CanonicalKVCaches, group: int, runs: Sequence[PageRun], length: int | None
+    ) -> "GroupOnDevice | None":
+        """The same blocks, of which rows hold some pages.
+
+        Args:
+            canonical, group: whose blocks these are.
+            runs: the pages, in the order of a peer's slots.
+            length: bytes of a row that is a whole slot of the peer's; None if rows hold the pages
+                alone, packed.
+
+        Returns:
+            None if a run is not made of whole pages.
+        """
+        of_runs = []
+        row_bytes = 0
+        for run in runs:
+            first = row_bytes if length is None else run.at
+            of_runs.append(
+                [
+                    replace(page, slot_offset=page.slot_offset - run.first + first)
+                    for page in canonical.pages[group]
+                    if run.first <= page.slot_offset and page.slot_offset + page.nbytes <= run.end
+                ]
+            )
+            if sum(page.nbytes for page in of_runs[-1]) != run.nbytes:
+                return None
+            row_bytes += run.nbytes
+        if length is None:
+            of_runs = [[page for pages in of_runs for page in pages]]
+        else:
+            row_bytes = length
+        segments = [segment for pages in of_runs for segment in content_of(pages)]
+        word, parts = _parts_of(canonical, segments, row_bytes)
+        return replace(self, parts=parts, word=word, row_bytes=row_bytes)
 
     def gather(self, stream: Stream, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
         """Copy blocks to the rows of `staged`, int8 `(n, row_bytes)`, contiguous."""
@@ -108,19 +142,33 @@ class GroupOnDevice:
             stream.launch(partial(reserved.index_fill_, 0, block_ids, 0))
 
 
+def _parts_of(
+    canonical: CanonicalKVCaches, segments: Sequence[Segment], row_bytes: int
+) -> tuple[torch.dtype, tuple[_Part, ...]]:
+    """The parts of rows of so many bytes that hold these segments, and the word that they are
+    counted in."""
+    width, views = _words(canonical, segments, row_bytes)
+    parts = []
+    for segment, blocks in zip(segments, views, strict=True):
+        first = segment.slot_offset // width
+        parts.append(_Part(blocks, first, first + segment.nbytes // width))
+    return _WORDS[width], tuple(parts)
+
+
 def _words(
-    canonical: CanonicalKVCaches, segments: Sequence[Segment]
+    canonical: CanonicalKVCaches, segments: Sequence[Segment], row_bytes: int = 0
 ) -> tuple[int, tuple[torch.Tensor, ...]]:
-    """Bytes of the widest word that divides all of these segments, and views of them, in all
-    blocks, as such words."""
+    """Bytes of the widest word that divides all of these segments, their places, and rows of so
+    many bytes; and views of the segments, in all blocks, as such words."""
     # Devices gather element by element: bytes one at a time would be the slowest choice.
-    width = 8
+    width = gcd(8, row_bytes)
     for segment in segments:
         distances = (distance for _, distance in segment.dims)
         width = gcd(
             width,
             segment.storage + segment.start,
             segment.start,
+            segment.slot_offset,
             segment.row_bytes,
             segment.block_stride,
             *distances,
@@ -168,6 +216,30 @@ class _Pinned:
         return pieces
 
 
+class _Taken(NamedTuple):
+    """Consecutive bytes of each slot that are copied.
+
+    Attributes:
+        at: where they begin in a slot.
+        place: where they begin in a row of a staging buffer.
+        nbytes: how many they are.
+    """
+
+    at: int
+    place: int
+    nbytes: int
+
+    @property
+    def of_slot(self) -> slice:
+        """These bytes of a slot."""
+        return slice(self.at, self.at + self.nbytes)
+
+    @property
+    def of_row(self) -> slice:
+        """These bytes of a row."""
+        return slice(self.place, self.place + self.nbytes)
+
+
 class _Run(NamedTuple):
     """Rows of a batch beside slots that lie together, all in one pinned piece."""
 
@@ -205,15 +277,20 @@ class _Call:
     """One save or load: what its batches have in common.
 
     Attributes:
+        taken: what is copied of each slot, in the order of slots and of rows.
+        hashed: from which byte of a slot to which the checksum goes on.
         slots: the slots of the copy, as a tensor; None where the device may not use them itself.
         sums: the checksums `(n,)`.
-        device_hashes: whether the device makes them.
+        device_hashes: whether the device makes them, of rows that are whole slots.
         block_ids: on the device `(n,)`.
-        rows: the addresses of the slots, on the device `(n,)`; None where no kernel asks for them.
+        rows: the addresses of what kernels move of the slots, on the device `(n, pieces)`; None
+            where no kernel asks for them.
     """
 
     copy: BlockCopy
     on_device: GroupOnDevice
+    taken: tuple[_Taken, ...]
+    hashed: tuple[int, int]
     slots: torch.Tensor | None
     sums: NDArray[np.uint64]
     device_hashes: bool
@@ -226,24 +303,52 @@ class _Call:
         return self.copy.checksum and not self.device_hashes
 
     @property
-    def stored(self) -> NDArray[np.uint8]:
-        """The bytes of all slots that hold blocks."""
-        return self.copy.slots[:, : self.on_device.row_bytes]
+    def hashes_what_it_copies(self) -> bool:
+        """Whether the bytes that are hashed are those that are copied, no others."""
+        return [(each.at, each.at + each.nbytes) for each in self.taken] == [self.hashed]
+
+    @property
+    def in_a_piece(self) -> bool:
+        """Whether slots that lie together are copied as one piece."""
+        assert self.slots is not None
+        return [each.nbytes for each in self.taken] == [self.slots.stride(0)]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte of a slot that is copied, and how many bytes there are up to the last."""
+        if not self.taken:
+            return 0, 0
+        first = self.taken[0].at
+        last = self.taken[-1]
+        return first, last.at + last.nbytes - first
+
+    @property
+    def moved(self) -> int:
+        """Bytes of the pieces that kernels move: equal ones, as long as may be."""
+        return gcd(*(each.nbytes for each in self.taken))
 
     def addresses(self, slot_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Of some slots `(n,)`."""
         assert self.slots is not None
         return self.slots.data_ptr() + slot_ids * self.slots.stride(0)
 
-    def rows_of(self, batch: _Batch) -> torch.Tensor:
-        """The addresses of a batch's slots, on the device."""
-        assert self.rows is not None
-        return self.rows[batch.places]
+    def pieces(self) -> NDArray[np.int64]:
+        """The addresses of what kernels move `(n, pieces)`, in the order of rows."""
+        moved = self.moved
+        starts = [np.arange(each.at, each.at + each.nbytes, moved) for each in self.taken]
+        slots = self.addresses(self.copy.slot_ids)
+        found: NDArray[np.int64] = np.add.outer(slots, np.concatenate(starts))
+        return found
 
-    def slots_of(self, run: _Run) -> torch.Tensor:
-        """The slots of a run, as the device copies them."""
+    def rows_of(self, batch: _Batch) -> torch.Tensor:
+        """The addresses of what kernels move of a batch's slots, on the device."""
+        assert self.rows is not None
+        return self.rows[batch.places].flatten()
+
+    def slots_of(self, run: _Run, taken: _Taken) -> torch.Tensor:
+        """What is taken of the slots of a run, as the device copies it."""
         assert self.slots is not None
-        return self.slots[run.slots, : self.on_device.row_bytes]
+        return self.slots[run.slots, taken.of_slot]
 
     def states(self, batch: _Batch) -> NDArray[np.uint64] | None:
         """States of the batch's checksums."""
@@ -251,14 +356,17 @@ class _Call:
         return None if states is None else states[batch.places]
 
 
-def _as_tensor(slots: NDArray[np.uint8]) -> torch.Tensor:
-    """Slots as a tensor, int8, which must not be used after them.
+def _as_tensor(slots: NDArray[np.uint8]) -> torch.Tensor | None:
+    """Slots as a tensor, int8, which must not be used after them; None where there are none, or
+    they overlap.
 
     Torch knows no read-only tensors, and warns where it makes one of a read-only array, as the
     slots of peers are. So this hides that from it.
     """
     count, nbytes = slots.shape
     distance = slots.strides[0]
+    if not count or distance < nbytes:
+        return None
     memory = (ctypes.c_int8 * ((count - 1) * distance + nbytes)).from_address(slots.ctypes.data)
     return torch.frombuffer(memory, dtype=torch.int8).as_strided((count, nbytes), (distance, 1))
 
@@ -270,6 +378,10 @@ class StagedCopier(BlockCopier):
     slots that were pinned, else in one piece into a pinned buffer; loads are the same backwards.
     The device makes the checksums from the staging buffer, if it can. What the host does for one
     batch it does while the device works on the next.
+
+    Of slots with other layers only the pages that are read cross to the device, and the host makes
+    the checksums. Where the device can make those of whole slots, and these are pinned, the slots
+    cross whole: the device takes less time for the other pages than the host for all of them.
 
     Args:
         canonical: the KV cache.
@@ -299,6 +411,9 @@ class StagedCopier(BlockCopier):
         super().__init__(layout)
         self._stream = stream
         self._host_rows = HostRows(helpers)
+        self._canonical: CanonicalKVCaches | None = canonical
+        # Each load from a peer of other layers asks for the same few.
+        self._with_pages = functools.lru_cache(_MOST_PAGES)(self._make_pages)
         self._groups = [
             GroupOnDevice.of(canonical, group) for group in range(len(layout.group_bytes))
         ]
@@ -353,6 +468,17 @@ class StagedCopier(BlockCopier):
         start, end = (self._out, self._land) if saving else (self._in, self._landed)
         return call.sums if self._pump(call, cancelled, start, end) else None
 
+    def _copy_pages(
+        self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int, hashed: tuple[int, int]
+    ) -> NDArray[np.uint64] | None:
+        call = self._call_of_slots(copy, runs, length)
+        if call is None:
+            call = self._call_of_pages(copy, runs, length, hashed)
+        if call is None or not self._rows_at_once(call.on_device):
+            return None
+        self._pump(call, None, self._in, self._landed)
+        return call.sums
+
     def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
         with self._lock, self._stream.active():
             on_device = self._stream.to_device(block_ids)
@@ -379,25 +505,93 @@ class StagedCopier(BlockCopier):
             self._stream.close()
         finally:
             self._groups = []
+            self._canonical = None
+            self._with_pages.cache_clear()
             self._staged = []
             self._bounced = []
             self._pinned = _Pinned.none()
             self._lock.release()
 
     def _call(self, copy: BlockCopy) -> _Call:
-        slots = None
-        if len(copy.slots) and copy.slots.strides[0] >= copy.slots.shape[1]:
-            slots = _as_tensor(copy.slots)
+        """A copy of whole slots of ours."""
         on_device = self._groups[copy.group]
+        size = on_device.row_bytes
         whole = copy.checksum and copy.states is None
-        device_hashes = whole and self._stream.can_hash(on_device.row_bytes)
-        sums = np.zeros(len(copy.block_ids), np.uint64)
-        return _Call(copy, on_device, slots, sums, device_hashes)
+        device_hashes = whole and self._stream.can_hash(size)
+        return _Call(
+            copy,
+            on_device,
+            (_Taken(0, 0, size),),
+            (0, size),
+            _as_tensor(copy.slots),
+            np.zeros(len(copy.block_ids), np.uint64),
+            device_hashes,
+        )
+
+    def _call_of_slots(
+        self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int
+    ) -> _Call | None:
+        """A load of pages for which whole slots cross to the device, which hashes them; None where
+        it does not."""
+        if not copy.checksum or copy.states is not None or not self._stream.can_hash(length):
+            return None
+        on_device = self._with_pages(copy.group, runs, length)
+        if on_device is None or not self._rows_at_once(on_device):
+            return None
+        call = _Call(
+            copy,
+            on_device,
+            (_Taken(0, 0, length),),
+            (0, length),
+            _as_tensor(copy.slots),
+            np.zeros(len(copy.block_ids), np.uint64),
+            True,
+        )
+        return None if self._pieces(call, copy.slot_ids) is None else call
+
+    def _call_of_pages(
+        self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int, hashed: tuple[int, int]
+    ) -> _Call | None:
+        """A load of pages that cross to the device alone; None where that is not possible."""
+        on_device = self._with_pages(copy.group, runs, None)
+        if on_device is None:
+            return None
+        taken = []
+        place = 0
+        for run in runs:
+            taken.append(_Taken(run.at, place, run.nbytes))
+            place += run.nbytes
+        states = copy.states if copy.checksum else None
+        edges = [*hashed, length, *(run.at for run in runs), *(run.nbytes for run in runs)]
+        by_native = native_copy() is not None and not any(edge % ALIGNMENT for edge in edges)
+        if copy.checksum and by_native and length >= LEAST_HASHED:
+            states = begin(len(copy.block_ids), length) if states is None else states
+        elif states is not None:
+            return None
+        return _Call(
+            replace(copy, states=states),
+            on_device,
+            tuple(taken),
+            hashed,
+            _as_tensor(copy.slots),
+            np.zeros(len(copy.block_ids), np.uint64),
+            False,
+        )
+
+    def _make_pages(
+        self, group: int, runs: tuple[PageRun, ...], length: int | None
+    ) -> GroupOnDevice | None:
+        """See `GroupOnDevice.with_pages`."""
+        assert self._canonical is not None
+        return self._groups[group].with_pages(self._canonical, group, runs, length)
+
+    def _rows_at_once(self, on_device: GroupOnDevice) -> int:
+        """Rows that a staging buffer holds; 0 where one does not fit."""
+        aligned = max(1, -(-on_device.row_bytes // SLOT_ALIGNMENT)) * SLOT_ALIGNMENT
+        return self._rows * self._layout.slot_bytes // aligned
 
     def _batches(self, call: _Call) -> Iterator[_Batch]:
-        size = call.on_device.row_bytes
-        aligned = max(1, -(-size // SLOT_ALIGNMENT)) * SLOT_ALIGNMENT
-        rows = self._rows * self._layout.slot_bytes // aligned
+        rows = self._rows_at_once(call.on_device)
         count = len(call.copy.block_ids)
         for number, first in enumerate(range(0, count, rows)):
             places = slice(first, min(first + rows, count))
@@ -415,40 +609,42 @@ class StagedCopier(BlockCopier):
         block_ids = self._stream.to_device(call.copy.block_ids)
         rows = None
         if self._for_kernels(call):
-            rows = self._stream.to_device(call.addresses(call.copy.slot_ids))
+            rows = self._stream.to_device(call.pieces())
         return replace(call, block_ids=block_ids, rows=rows)
 
     def _for_kernels(self, call: _Call) -> bool:
         """Whether kernels of the device read or write the slots, where these are pinned."""
         slots = call.slots
-        size = call.on_device.row_bytes
-        if slots is None or not self._stream.can_move(size):
+        if slots is None or not call.taken or not self._stream.can_move(call.moved):
             return False
-        if slots.data_ptr() % 16 or slots.stride(0) % 16:
+        if (
+            slots.data_ptr() % 16
+            or slots.stride(0) % 16
+            or any(each.at % 16 for each in call.taken)
+        ):
             return False
         count = len(call.copy.slot_ids)
-        joined = int(np.count_nonzero(np.diff(call.copy.slot_ids) == 1))
-        runs = count - joined if size == slots.stride(0) else count
-        return count * size < runs * self.direct_bytes
+        joined = int(np.count_nonzero(np.diff(call.copy.slot_ids) == 1)) if call.in_a_piece else 0
+        transfers = (count - joined) * len(call.taken)
+        return count * call.on_device.row_bytes < transfers * self.direct_bytes
 
     def _pieces(self, call: _Call, slot_ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """The pinned piece that each slot lies in; None unless each lies in one."""
         if call.slots is None:
             return None
-        return self._pinned.pieces_of(call.addresses(slot_ids), call.on_device.row_bytes)
+        first, nbytes = call.span
+        return self._pinned.pieces_of(call.addresses(slot_ids) + first, nbytes)
 
     def _runs(
         self, call: _Call, slot_ids: NDArray[np.int64], pieces: NDArray[np.int64]
     ) -> list[_Run] | None:
         """What the device transfers itself; None where the host takes less time."""
-        assert call.slots is not None
-        size = call.on_device.row_bytes
-        distance = call.slots.stride(0)
         apart = np.diff(slot_ids) != 1
         apart |= np.diff(pieces) != 0
-        apart |= size != distance
+        apart |= not call.in_a_piece
         firsts = np.flatnonzero(np.append(True, apart))
-        if len(slot_ids) * size < len(firsts) * self.direct_bytes:
+        transfers = len(firsts) * len(call.taken)
+        if len(slot_ids) * call.on_device.row_bytes < transfers * self.direct_bytes:
             return None
         ends = np.append(firsts[1:], len(slot_ids))
         slots = slot_ids[firsts]
@@ -499,12 +695,14 @@ class StagedCopier(BlockCopier):
         call.on_device.gather(self._stream, call.block_ids[batch.places], staged)
         there = self._stream.mark() if call.device_hashes else None
         if batch.by_kernel:
-            self._stream.move(staged, call.rows_of(batch), to_host=True)
+            self._move(call, batch, staged, to_host=True)
         elif batch.runs is None:
             self._cross(self._buffer(self._bounced, call, batch), staged, lands=True)
         else:
             for run in batch.runs:
-                self._cross(call.slots_of(run), staged[run.rows], lands=True)
+                for taken in call.taken:
+                    slots = call.slots_of(run, taken)
+                    self._cross(slots, staged[run.rows, taken.of_row], lands=True)
         return None if there is None else self._stream.hash(staged, there=there)
 
     def _look(self, call: _Call, batch: _Batch) -> torch.Tensor:
@@ -516,7 +714,7 @@ class StagedCopier(BlockCopier):
     def _land(self, call: _Call, batch: _Batch) -> None:
         """End to save a batch whose bytes are in the host's memory."""
         if batch.bounces:
-            self._bounce(call, batch, saving=True)
+            self._bounce_out(call, batch)
         elif call.host_hashes:
             self._hash(call, batch)
 
@@ -524,12 +722,13 @@ class StagedCopier(BlockCopier):
         """Begin to load a batch; returns as `_out`."""
         staged = self._buffer(self._staged, call, batch)
         if batch.by_kernel:
-            self._stream.move(staged, call.rows_of(batch), to_host=False)
+            self._move(call, batch, staged, to_host=False)
         elif batch.runs is None:
-            self._cross(staged, self._bounce(call, batch, saving=False))
+            self._cross(staged, self._bounced_in(call, batch))
         else:
             for run in batch.runs:
-                self._cross(staged[run.rows], call.slots_of(run))
+                for taken in call.taken:
+                    self._cross(staged[run.rows, taken.of_row], call.slots_of(run, taken))
         there = self._stream.mark() if call.device_hashes else None
         call.on_device.scatter(self._stream, call.block_ids[batch.places], staged)
         return None if there is None else self._stream.hash(staged, there=there)
@@ -539,30 +738,62 @@ class StagedCopier(BlockCopier):
         if call.host_hashes and not batch.bounces:
             self._hash(call, batch)
 
-    def _bounce(self, call: _Call, batch: _Batch, *, saving: bool) -> torch.Tensor:
-        """Copy the batch's rows between their slots and a buffer of the host, which this returns.
-        What the host hashes is what it has written: a slot may have changed since."""
+    def _bounce_out(self, call: _Call, batch: _Batch) -> None:
+        """Copy the batch's rows from a buffer of the host to their slots. What the host hashes is
+        what it has written."""
+        rows = self._buffer(self._bounced, call, batch).numpy().view(np.uint8)
+        stored = call.copy.slots[:, : call.on_device.row_bytes]
+        sums = self._host_rows.copy(
+            *(stored, rows, batch.slot_ids, np.arange(len(rows))),
+            checksum=call.host_hashes,
+            states=call.states(batch),
+        )
+        if call.host_hashes:
+            call.sums[batch.places] = sums
+
+    def _bounced_in(self, call: _Call, batch: _Batch) -> torch.Tensor:
+        """Copy what is taken of the batch's slots to rows of a buffer of the host, which this
+        returns. What the host hashes is what it has written, or what it has read after that: a slot
+        may have changed since."""
         buffer = self._buffer(self._bounced, call, batch)
         rows = buffer.numpy().view(np.uint8)
         places = np.arange(len(rows))
-        stored = call.stored
-        pairs = stored, rows, batch.slot_ids, places
-        if not saving:
-            pairs = rows, stored, places, batch.slot_ids
+        stored = call.copy.slots
         states = call.states(batch)
-        sums = self._host_rows.copy(*pairs, checksum=call.host_hashes, states=states)
-        if call.host_hashes:
+        hashes = call.host_hashes and (states is not None or call.hashes_what_it_copies)
+        done, end = call.hashed
+        for taken in call.taken:
+            if hashes and done < taken.at:
+                self._host_rows.hash(stored[:, done : taken.at], batch.slot_ids, states)
+            done = taken.at + taken.nbytes
+            sums = self._host_rows.copy(
+                *(rows[:, taken.of_row], stored[:, taken.of_slot], places, batch.slot_ids),
+                checksum=hashes,
+                states=states,
+            )
+            if hashes:
+                call.sums[batch.places] = sums
+        if call.host_hashes and (done < end or not hashes or not call.taken):
+            first = done if hashes else call.hashed[0]
+            sums = self._host_rows.hash(stored[:, first:end], batch.slot_ids, states)
             call.sums[batch.places] = sums
         return buffer
 
+    def _move(self, call: _Call, batch: _Batch, staged: torch.Tensor, *, to_host: bool) -> None:
+        """Have a kernel copy between rows of the device and slots."""
+        self._stream.move(staged.view(-1, call.moved), call.rows_of(batch), to_host=to_host)
+
     def _cross(self, target: torch.Tensor, source: torch.Tensor, *, lands: bool = False) -> None:
         """Copy between the host and the device; `lands` says that the host's memory is written."""
+        if not source.numel():
+            return
         copy = partial(target.copy_, source, non_blocking=True)
         self._stream.launch(copy, host=target if lands else source, lands=lands)
 
     def _hash(self, call: _Call, batch: _Batch) -> None:
         """Hash the batch's slots."""
-        sums = self._host_rows.hash(call.stored, batch.slot_ids, call.states(batch))
+        stored = call.copy.slots[:, slice(*call.hashed)]
+        sums = self._host_rows.hash(stored, batch.slot_ids, call.states(batch))
         call.sums[batch.places] = sums
 
     def _buffer(self, pair: list[torch.Tensor], call: _Call, batch: _Batch) -> torch.Tensor:

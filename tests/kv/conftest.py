@@ -21,6 +21,7 @@ from omni_connector.copy.host import CpuCopier
 from omni_connector.copy.staged import StagedCopier
 from omni_connector.copy.stream import Stream
 from omni_connector.kv.canonical import CanonicalKVCaches, GroupSpec, LayerSpec, SlotLayout
+from omni_connector.kv.convert import PageRun
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 PADDABLE = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
@@ -439,6 +440,19 @@ class OnCuda(BlockCopier):
                 copier.pin(copy.slots)
             there = replace(copy, fence=copier.fence())
             return copier.save(there, cancelled=cancelled) if saving else copier.load(there)
+
+    def _copy_pages(
+        self,
+        copy: BlockCopy,
+        runs: tuple[PageRun, ...],
+        length: int,
+        hashed: tuple[int, int],
+    ) -> np.ndarray | None:
+        with self._there() as copier:
+            if self._pins and copy.slots.flags.writeable and copy.slots.flags.c_contiguous:
+                copier.pin(copy.slots)
+            there = replace(copy, fence=copier.fence())
+            return copier.load_pages(there, runs, length, hashed)
 
     @contextmanager
     def _there(self) -> Iterator[StagedCopier]:

@@ -39,6 +39,8 @@ _FAMILIES: Final = (
 _WITHOUT_NATIVE_OFTEN: Final = 0.25
 
 _ACCELERATED_OFTEN: Final = 0.3
+_UNLIKE_ACCELERATED_OFTEN: Final = 0.6
+"""Of engines with other layers: they are few, and devices load some pages of their slots."""
 
 _POLICIES: Final[tuple[Policy, ...]] = ("fail", "recompute")
 
@@ -84,7 +86,8 @@ def plan_of(seed: int) -> Plan:
 
 def accelerated(plan: Plan, draw: random.Random) -> Plan:
     """The same, or on accelerators, which may fail where other things do, too."""
-    if draw.random() >= _ACCELERATED_OFTEN:
+    unlike = len({(each.family, each.stages) for each in plan.engines}) > 1
+    if draw.random() >= (_UNLIKE_ACCELERATED_OFTEN if unlike else _ACCELERATED_OFTEN):
         return plan
     if any(engine.beside for engine in plan.engines):  # whose other connector knows of no device
         return plan

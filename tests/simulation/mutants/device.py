@@ -206,6 +206,15 @@ DEVICE: Final = (
         ),
     ),
     mutant(
+        "device: pages of other layers",
+        "of slots with other layers the device takes the first pages, not those that are read",
+        (
+            _STAGING,
+            "            taken.append(_Taken(run.at, place, run.nbytes))\n",
+            "            taken.append(_Taken(place, place, run.nbytes))\n",
+        ),
+    ),
+    mutant(
         "device: half of the buffers",
         "after a failed allocation there is one of two staging buffers, for ever",
         (
