@@ -526,8 +526,9 @@ class ArenaView(_Mapping):
             n_slots: the announced number of slots.
             slot_bytes: the announced bytes of each slot.
             prefault: map the memory that the owner has allocated, in the background, from the first
-                read on. An arena that is never read takes no page tables. The memfd's descriptor is
-                kept for that, and for `descriptor`.
+                read on; after a minute in which it allocates none, from the next read on. An arena
+                that is never read takes no page tables. The memfd's descriptor is kept for that,
+                and for `descriptor`.
 
         Raises:
             PeerRefusedError: this is no memfd, or not sealed against change of size and writing.
@@ -578,7 +579,8 @@ class ArenaView(_Mapping):
 
     def pin_with(self, pins: Pins) -> None:
         """Have slots pinned after the first read, in the background, as far as the owner has
-        allocated their memory. `close` lets go of them."""
+        allocated their memory; of what it allocates later, after later reads. `close` lets go of
+        them."""
         self._pinned = PinnedPieces(pins)
         slots_at = ArenaGeometry(self.n_slots, self.slot_bytes).slots_at
         self._to_pin = _PopulatedSlots(super().slots, slots_at, self._pinned.pin)
@@ -591,21 +593,33 @@ class ArenaView(_Mapping):
     @property
     def slots(self) -> NDArray[np.uint8]:
         """As `_Mapping.slots`."""
-        if self._unread:
+        if self._may_prefault:
             self._prefault()
         return super().slots
 
+    @property
+    def _may_prefault(self) -> bool:
+        """Whether nobody looks which memory the owner has allocated: no slot was read before, or no
+        memory came for a while."""
+        prefaulter = self._prefaulter
+        return self._unread or (prefaulter is not None and prefaulter.gave_up)
+
     def _prefault(self) -> None:
         with _barrier_lock:
-            first, self._unread = self._unread, False
+            wanted = self._may_prefault
+            start = 0
+            self._unread = False
+            if self._prefaulter is not None:
+                start = self._prefaulter.end
+                self._prefaulter.gave_up = False
         mapped = self._map
-        if not first or mapped is None:
+        if not wanted or mapped is None:
             return
         with contextlib.suppress(TransportError):  # without it, pages are mapped as they are read
             fd = self.descriptor()
             try:
                 with contextlib.suppress(OSError, RuntimeError):
-                    self._prefaulter = ReaderPrefaulter(fd, mapped, self.mapped_until)
+                    self._prefaulter = ReaderPrefaulter(fd, mapped, self.mapped_until, start)
             finally:
                 os.close(fd)
 

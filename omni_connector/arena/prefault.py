@@ -273,14 +273,26 @@ class ReaderPrefaulter:
         fd: the peer's memfd; duplicated.
         mapped: the reader's mapping, from the start of the file.
         on_mapped: called on the thread after each window, with the end of the mapped bytes.
+        start: the byte from which on it maps.
+
+    Attributes:
+        end: the end of the mapped bytes.
+        gave_up: whether it ended before all bytes were mapped, as no more came. Another one may go
+            on from `end`.
 
     Raises:
         OSError, RuntimeError: there are no more descriptors, or threads.
     """
 
     def __init__(
-        self, fd: int, mapped: mmap.mmap, on_mapped: Callable[[int], object] = lambda end: None
+        self,
+        fd: int,
+        mapped: mmap.mmap,
+        on_mapped: Callable[[int], object] = lambda end: None,
+        start: int = 0,
     ) -> None:
+        self.end = start
+        self.gave_up = False
         self._fd = os.dup(fd)
         self._steps = _Steps(mapped, MADV_POPULATE_READ)
         self._on_mapped = on_mapped
@@ -310,16 +322,16 @@ class ReaderPrefaulter:
     def _run(self) -> None:
         steps = self._steps
         del self._steps  # it would keep the mapping alive after the thread
-        start = 0
         waits = 0
         try:
-            while start < steps.size and waits < _WAITS:
+            while self.end < steps.size and waits < _WAITS:
+                start = self.end
                 end = min(self._allocated(start, steps.size), start + _WINDOW)
                 if end > start:
                     if not steps.map(start, end, lambda: _wait_for_copies(self._stopped)):
                         return
                     self._on_mapped(end)
-                    start = end
+                    self.end = end
                     waits = 0
                 else:
                     waits += 1
@@ -328,6 +340,7 @@ class ReaderPrefaulter:
                         return
         finally:
             self.abandon()
+        self.gave_up = self.end < steps.size
 
     def _allocated(self, start: int, size: int) -> int:
         """The end of the memory allocated from `start` on, in whole steps."""

@@ -236,6 +236,7 @@ class PeerArenas:
 
     def _attach(self, transport: ArenaTransport, attached: _Attached) -> None:
         began = now()
+        arena: RemoteArena | None = None
         try:
             arena = transport.attach(attached.endpoint, timeout=ATTACH_S)
             self._trace.span("attach", began, transport=attached.endpoint.transport)
@@ -244,6 +245,8 @@ class PeerArenas:
             attached.arena.set_result(arena)
         except BaseException as error:  # noqa: BLE001 - it is raised where the arena is asked for
             attached.arena.set_exception(error)
+            if arena is not None:
+                arena.close()
 
     def _drop(self, attached: _Attached) -> None:
         # Holds the lock. Loads that read the arena go on, and the last of them closes it.

@@ -403,6 +403,29 @@ def test_a_reader_has_pinned_what_is_allocated_and_lets_go_of_it(
     assert mappings() <= before
 
 
+def test_what_is_allocated_after_a_long_pause_is_pinned_once_slots_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_LONGEST_WAIT_S", 0.001)
+    device = Device()
+    before, mapped = open_fds(), mappings()
+    with half_allocated() as (arena, view):
+        view.pin_with(device)
+        assert view.slots[0].any()
+        first = view._prefaulter
+        wait_until(lambda: first is not None and first.gave_up)
+        assert sum(device.pinned.values()) == 31 * MIB
+        arena.slots[32:] = 1
+        assert view._prefaulter is first  # nobody reads it
+        assert view.slots[0].any()
+        assert view._prefaulter is not first
+        wait_until(lambda: sum(device.pinned.values()) == 64 * MIB)
+        assert device.asked == len(device.pinned)
+    assert not device.pinned
+    assert open_fds() <= before
+    assert mappings() <= mapped
+
+
 def test_a_device_that_refuses_a_piece_is_asked_for_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -247,6 +247,22 @@ def test_another_epoch_at_the_address_is_another_arena(keep):
     assert first.closed == 1
 
 
+def test_an_arena_that_a_device_cannot_be_told_of_is_let_go_of(keep):
+    kept = keep()
+    kept.arenas._pins = object()
+
+    def refuse(arena, pins):
+        raise RuntimeError("this device has failed")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Arena, "pin_with", refuse, raising=False)
+        load = kept.arenas.open()
+        with pytest.raises(RuntimeError, match="this device has failed"):
+            load.get(endpoint())
+        load.close(failed=True)
+    assert [arena.closed for arena in kept.transports.made] == [1]
+
+
 @pytest.mark.parametrize("mapped", [True, False])
 def test_an_idle_arena_is_kept_where_its_owners_end_will_tell(keep, mapped):
     kept = keep(supports_mapping=mapped)
