@@ -7,7 +7,8 @@ before and after each of those, as many bytes are copied in one piece between me
 and pinned memory of the host, the way that this copy goes. What was loaded is compared with what
 was saved.
 
-Also to and from slots that lie apart, and layer by layer, as a save follows the forward pass.
+Also to and from slots that lie apart, and layer by layer, as a save follows the forward pass; and
+half of the layers of each slot, as an engine with more pipeline stages reads them.
 
 Then the same with the connector's jobs: saves to the own arena, and loads from the arena of another
 engine, before and after its memory was registered with the device. They go piece by piece, and each
@@ -44,6 +45,7 @@ from omni_connector.copy.choice import make_copier
 from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.copy.layered import Forward, LayeredSave
 from omni_connector.kv.canonical import GroupSpec, LayerSpec, SlotLayout, canonicalize
+from omni_connector.kv.convert import PageRun
 from omni_connector.kv.spans import BlockSpans
 from omni_connector.runtime.shared_work import Helpers
 from omni_connector.transports import Endpoint
@@ -111,16 +113,16 @@ class Device:
 
 
 def caches(
-    name: str, page: int, num_blocks: int, helpers: Helpers
+    name: str, page: int, num_blocks: int, helpers: Helpers, layers: int = LAYERS
 ) -> tuple[torch.Tensor, SlotLayout, BlockCopier]:
     """A KV cache as vLLM allocates it (one buffer, layers outermost), and its copier."""
     draw = torch.Generator(name).manual_seed(1)
-    size = (LAYERS * num_blocks * page,)
+    size = (layers * num_blocks * page,)
     buffer = torch.randint(-128, 128, size, generator=draw, device=name, dtype=torch.int8)
-    pages = buffer.view(LAYERS, num_blocks, HEADS, TOKENS, page // (HEADS * TOKENS))
-    layers = [LayerSpec(f"layer.{i}", page, page) for i in range(LAYERS)]
-    views = dict(zip((layer.name for layer in layers), pages, strict=True))
-    group = GroupSpec("full_attention", TOKENS, tuple(layers))
+    pages = buffer.view(layers, num_blocks, HEADS, TOKENS, page // (HEADS * TOKENS))
+    specs = [LayerSpec(f"layer.{i}", page, page) for i in range(layers)]
+    views = dict(zip((spec.name for spec in specs), pages, strict=True))
+    group = GroupSpec("full_attention", TOKENS, tuple(specs))
     canonical = canonicalize([group], views, num_blocks)
     layout = SlotLayout.of(canonical)
     return buffer, layout, make_copier(canonical, layout, helpers)
@@ -169,6 +171,46 @@ def copies(
             copier.close()
             helpers.close(5.0)
     return row(page, checksum, 1, moved, times[1:])
+
+
+def pages_alone(
+    device: Device, page: int, checksum: bool, moved: int, repeats: int
+) -> tuple[float, float]:
+    """A load of the second half of the layers of each slot, which lie apart: its rate, and the
+    ratio, of the bytes that are loaded.
+
+    Raises:
+        SystemExit: the bytes that were loaded are not those of the slots.
+    """
+    half = LAYERS // 2 * page
+    count = moved // half
+    num_blocks = 2 * count
+    helpers = Helpers()
+    buffer, _, copier = caches(device.name, page, num_blocks, helpers, LAYERS // 2)
+    draw = np.random.default_rng(7)
+    blocks = draw.permutation(num_blocks)[:count].astype(np.int64)
+    slots = draw.permutation(count).astype(np.int64)
+    runs = (PageRun(half, 0, half),)
+    with Arena.create(count, 2 * half) as arena:
+        arena.slots[:] = draw.integers(0, 256, arena.slots.shape, np.uint8)
+        copier.pin(arena.slots)
+
+        def load() -> None:
+            copy = BlockCopy(0, blocks, arena.slots, slots, checksum, copier.fence())
+            if copier.load_pages(copy, runs, 2 * half) is None:
+                raise SystemExit("pages are not loaded alone")
+
+        try:
+            times = [device.beside(load, saving=False) for _ in range(repeats + 1)][1:]
+            found = buffer.view(LAYERS // 2, num_blocks, page)[:, blocks].transpose(0, 1)
+            expected = torch.from_numpy(arena.slots[slots, half:].view(np.int8))
+            if not found.reshape(count, half).cpu().equal(expected):
+                raise SystemExit("the bytes that were loaded are not those of the slots")
+        finally:
+            copier.close()
+            helpers.close(5.0)
+    rate = moved / statistics.median(took for _, took in times) / 1e9
+    return rate, statistics.median(plain / took for plain, took in times)
 
 
 def by_layers(device: Device, page: int, moved: int, repeats: int) -> tuple[float, float]:
@@ -325,9 +367,15 @@ def of_layers(page: int, rate: float, ratio: float) -> str:
     return f"| {page // KIB} | {rate:.1f} ({ratio:.2f}) |"
 
 
+def of_pages(page: int, checksum: bool, rate: float, ratio: float) -> str:
+    """A line of the table of pages."""
+    return f"| {page // KIB} | {'xxh3' if checksum else 'none'} | {rate:.1f} ({ratio:.2f}) |"
+
+
 def markdown(
     copied: list[Row],
     apart: list[Row],
+    alone: list[str],
     layered: list[str],
     by_jobs: list[Row],
     about: str,
@@ -356,6 +404,16 @@ def markdown(
         "| page KiB | checksum | save | load |",
         "|---:|---|---:|---:|",
         *map(of_copies, apart),
+        "",
+        "## Pages of slots with other layers",
+        "",
+        f"Loads of {LAYERS // 2} of the {LAYERS} layers of each slot, with slots in no order. "
+        "Rates and ratios are of the bytes of these layers. Without checksums, no other bytes "
+        "cross. With them whole slots do, for the device to check.",
+        "",
+        "| page KiB | checksum | load |",
+        "|---:|---|---:|",
+        *alone,
         "",
         "## Layer by layer",
         "",
@@ -420,6 +478,12 @@ def main() -> None:
     pages = PAGES[1:3] if arguments.quick else PAGES[:3]
     apart = [copies(device, page, True, moved, repeats, apart=True) for page in pages]
     print("\n".join(map(of_copies, apart)), flush=True)
+    alone = [
+        of_pages(page, checksum, *pages_alone(device, page, checksum, moved, repeats))
+        for page in pages
+        for checksum in (False, True)
+    ]
+    print("\n".join(alone), flush=True)
     layered = [of_layers(page, *by_layers(device, page, moved, repeats)) for page in pages]
     print("\n".join(layered), flush=True)
     by_jobs: list[Row] = []
@@ -432,7 +496,7 @@ def main() -> None:
         command = f"python benchmarks/device.py --device {arguments.device}"
         command += " --quick" if arguments.quick else ""
         about = f"`{command}`: {name}"
-        text = markdown(copied, apart, layered, by_jobs, about, repeats)
+        text = markdown(copied, apart, alone, layered, by_jobs, about, repeats)
         (arguments.output / "device.md").write_text(text)
         plot(copied, arguments.output / "device.png")
 
