@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-matrix lint simulate mutants mutants-sample bench docs wheel clean
+.PHONY: help setup demo test test-unit test-matrix lint style simulate mutants mutants-sample bench docs wheel clean
 
 help:
 	@echo "make demo       two engines, a router, and KV cache handed from one to the other"
@@ -31,14 +31,16 @@ setup:
 demo: setup
 	@$(BIN)/omni-connector demo --cache .models $(ARGS)
 
-lint: setup
+lint: style
+	$(BIN)/mypy
+
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint
-	@scripts/run_tests.sh $(ARGS)
+test: style
+	@TYPES=yes scripts/run_tests.sh $(ARGS)
 
 test-unit: setup
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not vllm and not e2e" $(ARGS)

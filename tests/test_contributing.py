@@ -52,3 +52,16 @@ def test_only_one_module_looks_into_the_halves_of_a_connector() -> None:
     ]
     assert not found
     assert private.search("engine.half._shared.saves")
+
+
+def test_tests_of_engines_are_where_make_test_looks_for_them() -> None:
+    script = (ROOT / "scripts" / "run_tests.sh").read_text(encoding="utf-8")
+    [folders] = re.findall(r"^engines=\((tests/.+)\)$", script, re.MULTILINE)
+    mark = re.compile(r"\bmark\.(?:e2e|beside)\b")
+    found = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("*.py")
+        if path != Path(__file__) and mark.search(path.read_text(encoding="utf-8"))
+    ]
+    assert found
+    assert not [name for name in found if not name.startswith(tuple(folders.split()))]
