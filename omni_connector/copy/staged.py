@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from math import gcd
 from typing import Final, NamedTuple
 
@@ -96,8 +97,11 @@ class GroupOnDevice:
                 alone, packed.
 
         Returns:
-            None if a run is not made of whole pages.
+            None if a run is not made of whole pages, or two have the same pages.
         """
+        ordered = sorted(runs, key=lambda run: run.first)
+        if any(run.end > other.first for run, other in pairwise(ordered)):
+            return None  # a device writes them in any order
         of_runs = []
         row_bytes = 0
         for run in runs:
