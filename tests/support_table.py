@@ -165,12 +165,15 @@ numbers the drafter's layers behind those of the last stage. If they lie within 
 vLLM itself ends with `Duplicate layer name`. EAGLE-3, MTP and draft models have names of their
 own.
 
-## KV that all ranks hold
+## KV that several ranks hold
 
 The tensor-parallel ranks of an engine hold the same latents of MLA, and the same pages of its
-indexer. If that is so of all cache groups of a model, one copy of each block is kept: each rank
-saves a part of the blocks to its arena, and every rank loads from the arenas of all. So a token
-takes as many bytes of arenas at TP 8 as at TP 1, and is saved once. Stores keep one copy, too.
+indexer. Where a model has fewer KV heads than ranks, several ranks hold the same head: at TP 8
+ranks 0 and 1 hold the first of 4 heads. If several ranks hold the same of all cache groups of a
+model, one copy of each block is kept for them: each of these ranks saves a part of the blocks to
+its arena, and loads from the arenas of all of them. So a token takes as many bytes of arenas at TP
+8 as at TP 1 with MLA, and as at TP 4 with 4 KV heads, and is saved once. A rank then loads what
+another rank has computed of the same head. Stores keep one copy of each group, too.
 
 | model and deployment | copies of the KV in the arenas of an engine |
 | --- | --- |
@@ -178,8 +181,18 @@ takes as many bytes of arenas at TP 8 as at TP 1, and is saved once. Stores keep
 with pipeline stages, each stage keeps its layers once |
 | the ranks of a pipeline stage are on several hosts, or Ray places them | one a rank: a \
 rank could not read the arenas of the others |
-| MLA beside groups that ranks divide (Kimi Linear: states) | one a rank of the latents |
-| fewer KV heads than ranks (GQA) | as many as ranks hold each head |
+| fewer KV heads than ranks (GQA, such as Qwen3 with 4 heads at TP 8) | one of each head |
+| groups, or a drafter, with other numbers of KV heads (MiMo-V2-Flash, MLA with a drafter of GQA) \
+| one for the ranks that hold the same of all groups: at TP 8, two ranks with layers of 4 and of 2 \
+heads, and each rank by itself with layers of 4 and of 8 heads |
+| groups beside recurrent states, which all ranks divide (Qwen3-Next, Kimi Linear) | one a rank |
+| NVFP4 KV, or layers whose keys and values do not come from vLLM's `QKVParallelLinear` (the \
+Transformers backend, layers that read the KV of others) | one a rank, unless it is MLA |
+| pipeline stages | each stage by its own layers |
+
+How many ranks hold a head is read from the model in each worker. That needs the plugin in the
+worker before the model is loaded, as vLLM does by itself unless `VLLM_PLUGINS` leaves it out.
+Otherwise each rank keeps a copy, except of MLA.
 
 Hand-offs go from either to either, whatever the tensor-parallel sizes are. Prefixes are shared
 through arenas by engines of equal tensor-parallel sizes that keep KV in the same way.

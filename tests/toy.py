@@ -10,6 +10,7 @@ else. `ToyRunner` (in `toy_runner`) reads and writes a KV cache as vLLM's model 
 """
 
 import copy
+import dataclasses
 import functools
 import hashlib
 import json
@@ -25,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     FullAttentionSpec,
@@ -43,6 +45,8 @@ from omni_connector.vllm_v1.compat import may_load_replayed
 VOCAB: Final = 500
 BLOCK: Final = 16
 LAYERS, HEADS, HEAD_SIZE = 3, 2, 8
+MORE_HEADS: Final = 4  # of layers of the kind `more`, which have other heads than the model says
+MORE_SIZE: Final = HEAD_SIZE // 2
 MOST_GROUPS: Final = 4  # of `FAMILIES`
 PAGE: Final = BLOCK * HEADS * 2 * HEAD_SIZE * 2  # K and V, two bytes each
 SLOT: Final = 4096  # LAYERS pages, rounded up
@@ -133,7 +137,17 @@ UNDRAFTED: Final = {
 }
 """The same models without the drafter."""
 
-GROUPS: Final = FAMILIES | DRAFTED
+OTHER_HEADS: Final = {
+    "more": ("more",),
+    "more and full": ("more", "full"),
+    "latent and full": ("latent", "full"),
+    "full and wide drafter": ("full", "wide drafter"),
+    "latent and drafter": ("latent", "drafter"),
+}
+"""The same of models whose layers, or whose drafter's, have other numbers of KV heads than the
+model says."""
+
+GROUPS: Final = FAMILIES | DRAFTED | OTHER_HEADS
 """Those of all models."""
 
 
@@ -178,6 +192,12 @@ def kv_cache_config(
             attention_chunk_size=CHUNK,
         ),
     }
+    specs["more"] = specs["wide drafter"] = FullAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=max(1, MORE_HEADS // ranks),
+        head_size=MORE_SIZE,
+        dtype=torch.float16,
+    )
     # As MLA: no heads to share out, each rank keeps all of it.
     specs["drafter"] = specs["full+drafter"] = specs["full"]
     specs["latent"] = MLAAttentionSpec(
@@ -193,7 +213,10 @@ def kv_cache_config(
             sliding_window=replayed,
             bounded_replay=True,
         )
-    page = specs[next(kind for kind in kinds if kind in specs)].page_size_bytes
+    pages = {kind: specs[kind].page_size_bytes for kind in kinds if kind in specs}
+    page = max(pages.values())
+    for kind in [kind for kind in pages if pages[kind] < page]:
+        specs[kind] = dataclasses.replace(specs[kind], page_size_padded=page)  # type: ignore[call-arg]
     # As of an indexer, which has the raw key of a position and its gate in the place of heads. Each
     # rank keeps all of it.
     specs["ring"] = CircularBufferSpec(
@@ -551,7 +574,8 @@ def kinds_of(config: KVCacheConfig) -> tuple[Kind, ...]:
             found.append(Kind("chunk", RATIO, layers * RING_BYTES, cached=False))
             continue
         heads = heads_of(spec)
-        content = spec.page_size_bytes // spec.block_size // spec.num_heads
+        real: Any = spec
+        content = real.real_page_size_bytes // spec.block_size // spec.num_heads
         window = getattr(spec, "sliding_window", None)
         chunk = getattr(spec, "attention_chunk_size", None)
         attention = "window" if window else "chunk" if chunk else "all"
@@ -569,4 +593,17 @@ def kinds_of(config: KVCacheConfig) -> tuple[Kind, ...]:
 
 def heads_of(spec: KVCacheSpec) -> int:
     """Heads of a group on all ranks; one of latents, which every rank keeps."""
-    return 1 if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec) else HEADS
+    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
+        return 1
+    return MORE_HEADS if getattr(spec, "head_size", 0) == MORE_SIZE else HEADS
+
+
+def head_copies(config: KVCacheConfig, ranks: int) -> dict[str, int]:
+    """How many ranks hold the same head, by layer, as a model's projections would say it."""
+    return {
+        name: max(1, ranks // heads_of(group.kv_cache_spec))
+        for group in config.kv_cache_groups
+        if isinstance(group.kv_cache_spec, AttentionSpec)
+        and not isinstance(group.kv_cache_spec, MLAAttentionSpec | SlidingWindowMLASpec)
+        for name in group.layer_names
+    }

@@ -18,7 +18,6 @@ from vllm.v1.outputs import DraftTokenIds
 
 from tests.toy import (
     DRAFTER_LAYER,
-    HEADS,
     MAX_LENGTH,
     RING_BYTES,
     STATE_BYTES,
@@ -130,7 +129,7 @@ class ToyRunner:
             last = config.kv_cache_groups[-1]
             self._drafter_layers = [each for each in last.layer_names if _is_drafters(each)]
             caches = [layers[name] for name in self._drafter_layers]
-            self._drafter = _Attention(caches, HEADS)
+            self._drafter = _Attention(caches, heads_of(last.kv_cache_spec))
             self._drafter_size = kinds[-1].size
             self._drafter_block = last.kv_cache_spec.block_size
         names = [[n for n in group.layer_names if not _is_drafters(n)] for group in groups]

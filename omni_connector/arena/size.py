@@ -160,7 +160,7 @@ class ArenaSizing:
         )
         if stripes > 1:
             logger.info(
-                "All ranks hold the same KV: one copy of it is kept, in the arenas of %d ranks",
+                "%d ranks each hold the same KV: one copy of it is kept, in the arenas of these",
                 stripes,
             )
         longest = -(-self.prompt_blocks(groups) // stripes)

@@ -15,7 +15,13 @@ from omni_connector.kv.compatibility import CompatibilityKey, LayerPlaces
 from omni_connector.kv.convert import PageRun, SlotConverter, page_starts
 from omni_connector.kv.heads import HeadSlice, head_sources
 from omni_connector.kv.parts import inner_ends
-from omni_connector.kv.shapes import GroupShape, converter, same_bytes, state_slices
+from omni_connector.kv.shapes import (
+    GroupShape,
+    converter,
+    same_bytes,
+    state_slices,
+    total_heads,
+)
 from omni_connector.kv.spans import NULL_BLOCK_ID
 from omni_connector.kv.states import StateSlices
 from omni_connector.kv.stripes import by_stripe, owning_arenas
@@ -70,8 +76,8 @@ class LoadPlan:
 
     @property
     def stripes(self) -> int:
-        """Arenas over which the slots of a source are spread."""
-        return len(self.sources[0].arenas)
+        """Most arenas over which the slots of a source are spread."""
+        return max(len(source.arenas) for source in self.sources)
 
     @property
     def copies_pages(self) -> bool:
@@ -159,7 +165,7 @@ class LoadPlans:
         layout: of this rank's slots.
         groups: what this engine keeps.
         rank, ranks: of this worker, counted stage by stage, and how many a stage has.
-        stripes: ranks over which the slots of this engine are spread.
+        stripes: ranks over which the slots of this pipeline stage are spread.
     """
 
     def __init__(
@@ -263,7 +269,9 @@ class LoadPlans:
             by_rank: dict[int, list[HeadSlice]] = {}
             for number, (layer, own) in enumerate(pairs):
                 for of_stage, heads in head_sources(
-                    total=1 if ours.replicated else source.kv_heads or None,
+                    total=total_heads(
+                        theirs, layer, source.ranks, ours, own, self._ranks, source.kv_heads
+                    ),
                     source_heads=theirs.heads[layer],
                     source_ranks=source.ranks,
                     target_heads=ours.heads[own],

@@ -84,7 +84,7 @@ class Loader:
         copier, layout: of this rank's KV caches; the copier is closed after this.
         groups: what this engine keeps.
         rank, ranks: of this worker, counted stage by stage, and how many a pipeline stage has.
-        stripes: ranks over which the slots of this engine are spread.
+        stripes: ranks over which the slots of this pipeline stage are spread.
         checksum: whether slots carry checksums.
         context: clock, trace, and how the threads start that fetch.
         notify: has the works that wait go on; called on any thread.

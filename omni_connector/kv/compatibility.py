@@ -4,6 +4,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
@@ -23,6 +24,7 @@ MAX_DRAFTER_LAYERS: Final = 1024
 
 Text = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
+Stripes = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 Groups = Annotated[tuple[GroupShape, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
 
 _BESIDES: Final = (
@@ -65,12 +67,14 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
             left out where there are none, or where they are not known.
         later_stages: the same groups with the layers of each pipeline stage after the first; left
             out where there is one stage.
-        stripes: tensor-parallel ranks over which slots are spread; see `kv.stripes`. Left out by
-            engines of versions that know no stripes, and in names of stored blocks.
+        stripes: tensor-parallel ranks over which slots are spread; see `kv.stripes`. One number
+            for each pipeline stage where these differ. Left out by engines of versions that know no
+            stripes, and in names of stored blocks.
 
     Raises:
         ValueError: pipeline stages have other groups than the first, or too many ranks; or a group
-            has no page in any stage; or slots are spread of which ranks hold different bytes.
+            has no page in any stage; or slots are spread of which ranks hold different bytes; or
+            ranks cannot have as many copies of a head.
     """
 
     model: Text
@@ -93,7 +97,11 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
     later_stages: (
         Annotated[tuple[Groups, ...], Meta(min_length=1, max_length=MAX_STAGES - 1)] | UnsetType
     ) = UNSET
-    stripes: Annotated[int, Meta(ge=1, le=MAX_RANKS)] | UnsetType = UNSET
+    stripes: (
+        Stripes
+        | Annotated[tuple[Stripes, ...], Meta(min_length=2, max_length=MAX_STAGES)]
+        | UnsetType
+    ) = UNSET
 
     def __post_init__(self) -> None:
         if self.num_arenas > MAX_RANKS:
@@ -114,8 +122,14 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"the drafter's layer {min(unknown)} is in no group")
         if self.drafter_layers and self.drafter is UNSET:
             raise ValueError("layers of a drafter, but no drafter")
-        if self.num_stripes > 1 and self.num_stripes != most_stripes(self.stages, self.ranks):
-            raise ValueError(f"{self.num_stripes} stripes of {self.ranks} ranks")
+        copies = (each for groups in self.stages for group in groups for each in group.copies or ())
+        if odd := [each for each in copies if self.ranks % each]:
+            raise ValueError(f"{odd[0]} copies of a head on {self.ranks} ranks")
+        if len(self.stripes_by_stage) != len(self.stages):
+            raise ValueError(f"stripes of {len(self.stripes_by_stage)} pipeline stages")
+        for groups, stripes in zip(self.stages, self.stripes_by_stage, strict=True):
+            if most_stripes(groups, self.ranks) % stripes:
+                raise ValueError(f"{stripes} stripes of {self.ranks} ranks")
 
     @property
     def stages(self) -> tuple[tuple[GroupShape, ...], ...]:
@@ -128,13 +142,26 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         return self.ranks * len(self.stages)
 
     @property
-    def num_stripes(self) -> int:
-        """Ranks of a pipeline stage over which slots are spread; 1: every rank has all slots."""
-        return self.stripes or 1
+    def stripes_by_stage(self) -> tuple[int, ...]:
+        """Ranks of each pipeline stage over which slots are spread; 1: every rank has all slots."""
+        if isinstance(self.stripes, tuple):
+            return self.stripes
+        return (self.stripes or 1,) * len(self.stages)
+
+    @property
+    def num_stripes(self) -> tuple[int, ...] | int:
+        """The same, as one number where it is the same of all pipeline stages."""
+        stripes = self.stripes_by_stage
+        return stripes if len(set(stripes)) > 1 else stripes[0]
+
+    @property
+    def stripes_by_arena(self) -> tuple[int, ...]:
+        """The same of each rank, stage by stage."""
+        return tuple(each for each in self.stripes_by_stage for _ in range(self.ranks))
 
     def arenas_of(self, stage: int, rank: int) -> tuple[int, ...]:
         """The arenas that have the bytes of one rank; see `kv.stripes.owning_arenas`."""
-        return owning_arenas(stage, rank, self.ranks, self.num_stripes)
+        return owning_arenas(stage, rank, self.ranks, self.stripes_by_stage[stage])
 
     @property
     def read_by_ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -156,11 +183,11 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
     def of_sharing(self) -> "CompatibilityKey":
         """The same without names of layers, what kernels keep and how ranks share out states, as
         digests, kernels and shapes say as much, without a name of the model that says less than
-        the weights do, and without stripes; equal for all that share."""
+        the weights do, and without stripes and copies of heads; equal for all that share."""
         model = "" if self.weights else self.model
         first, *later = (
             tuple(
-                msgspec.structs.replace(group, names=UNSET, kept=UNSET, cut=UNSET)
+                msgspec.structs.replace(group, names=UNSET, kept=UNSET, cut=UNSET, copies=UNSET)
                 for group in stage
             )
             for stage in self.stages
@@ -183,7 +210,7 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
                 continue
             if ours[field] != theirs[field]:
                 return field, ours[field], theirs[field]
-        if self.num_stripes > 1 and reader.stripes is UNSET:
+        if self.num_stripes != 1 and reader.stripes is UNSET:
             return "stripes of slots", self.num_stripes, "not known to this version"
         if self._one_drafts(reader) or not self.has_layers_of(reader):
             places, theirs_placed = LayerPlaces.of(self), LayerPlaces.of(reader)
@@ -320,15 +347,15 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         return "weight_files" if self.weight_files and reader.weight_files else "model"
 
 
-def most_stripes(stages: Sequence[Sequence[GroupShape]], ranks: int) -> int:
-    """Tensor-parallel ranks over which slots can be spread: all, if they hold the same bytes of
-    every group, else 1.
+def most_stripes(groups: Iterable[GroupShape], ranks: int) -> int:
+    """Tensor-parallel ranks over which slots can be spread: as many consecutive ones hold the same
+    bytes of every group. All, if no rank holds any.
 
     Args:
-        stages: the groups of each pipeline stage.
+        groups: of one pipeline stage.
         ranks: tensor-parallel size.
     """
-    return ranks if all(group.replicated for groups in stages for group in groups) else 1
+    return gcd(ranks, *(group.num_copies(ranks) for group in groups))
 
 
 class LayerPlace(NamedTuple):

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from math import gcd
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -26,6 +27,7 @@ _Text = Annotated[str, Meta(max_length=1024)]
 _Page = Annotated[str, Meta(min_length=1, max_length=1024)]
 _HEADS = re.compile(r"\bH([0-9]{1,12})\b")
 _Size = Annotated[int, Meta(ge=1, lt=1 << 40)]
+_Copies = Annotated[int, Meta(ge=1, lt=1 << 16)]
 
 
 def pickled(value: msgspec.Struct) -> tuple[Any, ...]:
@@ -67,6 +69,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
             the rule of a layer is not known. Then only engines of as many ranks read them.
         names: the name of each page's layer, so that engines with other pipeline stages find the
             layers that they have; left out where they are not known.
+        copies: for each page, how many consecutive ranks hold the same KV head, where the model has
+            fewer of them than there are ranks; left out where no layer is known to have copies.
     """
 
     kind: _Text
@@ -82,6 +86,7 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     states: _Text | UnsetType = UNSET
     cut: Annotated[tuple[StateTensor, ...], Meta(min_length=1, max_length=8)] | UnsetType = UNSET
     names: Annotated[tuple[_Text, ...], Meta(max_length=1 << 14)] | UnsetType = UNSET
+    copies: Annotated[tuple[_Copies, ...], Meta(max_length=1 << 14)] | UnsetType = UNSET
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pickled(self)
@@ -93,6 +98,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("a ring whose blocks are in the prefix cache")
         if 0 in self.heads:
             raise ValueError(f"a page of no heads: {self.pages[self.heads.index(0)]}")
+        if self.copies is not UNSET:
+            self._check_copies(self.copies)
         if self.names is UNSET:
             return
         if len(self.names) != len(self.pages):
@@ -100,6 +107,38 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         if len(set(self.names)) != len(self.names):
             twice, _ = Counter(self.names).most_common(1)[0]
             raise ValueError(f"layer {twice} has two pages")
+
+    def _check_copies(self, copies: tuple[int, ...]) -> None:
+        if len(copies) != len(self.pages):
+            raise ValueError(f"copies of the heads of {len(copies)} of {len(self.pages)} pages")
+        if self.replicated or self.attention_type in ("last", "ring"):
+            raise ValueError(f"copies of the heads of a {self.kind} group, which has none")
+        for number, heads in zip(copies, self.heads, strict=True):
+            if number > 1 and heads > 1:
+                raise ValueError(f"{number} copies of {heads} heads on each rank")
+
+    def num_copies(self, ranks: int) -> int:
+        """How many consecutive ranks hold the same bytes of a block; 0 where none holds any.
+
+        Args:
+            ranks: tensor-parallel size.
+
+        >>> shape = GroupShape(
+        ...     kind="full_attention",
+        ...     block_size=16,
+        ...     attention_type="all",
+        ...     layers="",
+        ...     pages=("H1.N16.C64", "H1.N16.C64"),
+        ...     copies=(4, 2),
+        ... )
+        >>> shape.num_copies(8)
+        2
+        """
+        if not self.pages:
+            return 0
+        if self.replicated:
+            return ranks
+        return 1 if self.copies is UNSET else gcd(*self.copies)
 
     @property
     def block_table(self) -> tuple[str, int, str, int, bool]:
@@ -127,7 +166,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
         """
         names = self.names if self.names is UNSET else tuple(self.names[at] for at in places)
         pages = tuple(self.pages[at] for at in places)
-        return msgspec.structs.replace(self, pages=pages, names=names, layers="")
+        copies = self.copies if self.copies is UNSET else tuple(self.copies[at] for at in places)
+        return msgspec.structs.replace(self, pages=pages, names=names, copies=copies, layers="")
 
     def needed(self, num_tokens: int, start: int = 0) -> range:
         """The blocks of the tokens from `start` to `num_tokens` that the next token still reads.
@@ -245,13 +285,23 @@ def difference(
         if large % small:
             return f"block_size {where}", ours.block_size, theirs.block_size
         if source_ranks == target_ranks and same_bytes(ours, theirs):
+            if ours.copies and theirs.copies and ours.copies != theirs.copies:
+                return f"copies of heads {where}", ours.copies, theirs.copies
             continue
         try:
             converter(ours, theirs)
-            for source_heads, target_heads in set(zip(ours.heads, theirs.heads, strict=True)):
+            layers = {
+                (
+                    total_heads(ours, at, source_ranks, theirs, at, target_ranks, kv_heads),
+                    ours.heads[at],
+                    theirs.heads[at],
+                )
+                for at in range(len(ours.pages))
+            }
+            for total, source_heads, target_heads in layers:
                 for rank in range(target_ranks):
                     head_sources(
-                        total=1 if ours.replicated else kv_heads or None,
+                        total=total,
                         source_heads=source_heads,
                         source_ranks=source_ranks,
                         target_heads=target_heads,
@@ -261,6 +311,52 @@ def difference(
         except LayoutError as error:
             return f"pages {where} ({error})", _first_page(ours), _first_page(theirs)
     return None
+
+
+def total_heads(
+    source: GroupShape,
+    source_layer: int,
+    source_ranks: int,
+    target: GroupShape,
+    target_layer: int,
+    target_ranks: int,
+    kv_heads: int,
+) -> int | None:
+    """KV heads of a layer in the whole model; 1 of MLA, None where they are not known.
+
+    Layers may have other numbers of heads than the model says: those of a drafter, or of sliding
+    windows. An engine that has copies of a layer's heads knows how many there are.
+
+    Args:
+        source, source_layer, source_ranks: of the engine that holds the slots: the group, the place
+            of the layer's page in it, and the tensor-parallel size.
+        target, target_layer, target_ranks: the same of the engine that reads.
+        kv_heads: KV heads of the whole model; 0 where they are not known.
+
+    Raises:
+        LayoutError: the two engines have other numbers of heads.
+    """
+    if target.replicated:
+        return 1
+    told = {
+        ranks // shape.copies[layer]
+        for shape, layer, ranks in (
+            (source, source_layer, source_ranks),
+            (target, target_layer, target_ranks),
+        )
+        if shape.copies is not UNSET and shape.copies[layer] > 1
+    }
+    if not told:
+        return kv_heads or None
+    heads = source.heads[source_layer], target.heads[target_layer]
+    if len(told) > 1 or heads != tuple(
+        max(1, min(told) // n) for n in (source_ranks, target_ranks)
+    ):
+        raise LayoutError(
+            f"a layer of {' or '.join(map(str, sorted(told)))} KV heads, of which one rank of "
+            f"{source_ranks} has {heads[0]} and one of {target_ranks} has {heads[1]}"
+        )
+    return told.pop()
 
 
 def _states_difference(

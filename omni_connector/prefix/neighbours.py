@@ -201,7 +201,8 @@ class LocalEngine:
         on_hits: called with slots and generations that a neighbour has read, on another thread;
             must not block.
         orphan_s: seconds for which the arenas of an engine that has ended are kept; 0 for none.
-        stripes: ranks over which its slots are spread, and those of its neighbours.
+        stripes: for each of the arenas, over how many of them slots are spread, here and at the
+            neighbours; none where every rank has all slots.
     """
 
     folder: Path
@@ -212,12 +213,12 @@ class LocalEngine:
     ranks: Ranks
     on_hits: Callable[[Ints, Ints], None]
     orphan_s: float = 0.0
-    stripes: int = 1
+    stripes: tuple[int, ...] = ()
 
     @property
     def siblings(self) -> Sequence[Arenas]:
         """The own arenas, if ranks read those of each other."""
-        return [self.arenas] if self.stripes > 1 else []
+        return [self.arenas] if max(self.stripes, default=1) > 1 else []
 
     @property
     def gives(self) -> GiveIndex:
@@ -666,8 +667,13 @@ def opened(
     try:
         if reply.readers != ours.readers or len(reply.arenas) != len(ours.arenas):
             raise PeerRefusedError("it runs another model, or runs it in another way")
-        slots = min(each.n_slots for rank in reply.arenas for each in rank) * ours.stripes
-        if slots < reply.num_slots:
+        stripes = ours.stripes or (1,) * len(reply.arenas)
+        slots = (
+            each.n_slots * number
+            for rank, number in zip(reply.arenas, stripes, strict=True)
+            for each in rank
+        )
+        if min(slots) < reply.num_slots:
             raise PeerRefusedError("its arenas have fewer slots than its index")
         view = BlockIndexView.open(descriptor, epoch=reply.epoch, num_slots=reply.num_slots)
     except BaseException:

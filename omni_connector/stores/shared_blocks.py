@@ -58,7 +58,7 @@ def key_prefix(
 def readers_id(compatibility: CompatibilityKey, hash_id: str) -> bytes:
     """16 bytes, equal for engines that can read each other's slots and name blocks alike."""
     what: tuple[object, ...] = (compatibility.of_sharing(), hash_id)
-    if compatibility.num_stripes > 1:
+    if compatibility.num_stripes != 1:
         what += (compatibility.num_stripes,)
     encoded = msgspec.msgpack.encode(what)
     return hashlib.blake2b(encoded, digest_size=16, person=_MAGIC).digest()
@@ -93,17 +93,16 @@ class FailuresOf:
 
 
 def owning_rank(shape: GroupShape, rank: int, ranks: int) -> int | None:
-    """The owning rank: the rank itself, or the first of its pipeline stage where all of these hold
-    the same bytes; None where they hold no bytes of the group.
+    """The owning rank: the first of those in its pipeline stage that hold the same bytes, or the
+    rank itself; None where they hold no bytes of the group.
 
     Args:
         shape: the group in the stage of the rank.
         rank: of all ranks, counted stage by stage.
         ranks: of a stage.
     """
-    if not shape.pages:
-        return None
-    return rank - rank % ranks if shape.replicated else rank
+    copies = shape.num_copies(ranks)
+    return rank - rank % copies if copies else None
 
 
 def owning_ranks(shapes: Sequence[GroupShape], ranks: int) -> list[int]:

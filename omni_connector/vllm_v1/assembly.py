@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import eq
+from operator import eq, mul
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,6 +152,7 @@ def make_worker(
         stats=stats,
         surroundings=surroundings,
         weights=partial(surroundings.read_weights, vllm_config),
+        head_copies=partial(surroundings.head_copies, vllm_config),
         adapters=surroundings.adapter_loads(vllm_config),
         drafts=drafts_with_kv(vllm_config),
     )
@@ -321,7 +322,7 @@ class _Assembly:
                 "logs of the others say why"
             )
         return SlotDirectory(
-            min(self._slots) * self._ours.num_stripes,
+            min(map(mul, self._slots, self._ours.stripes_by_arena)),
             self._context,
             self._config.handoff_ttl_s,
         )
@@ -577,7 +578,7 @@ class _Assembly:
                 ranks=self._surroundings.ranks(
                     self._folder, self._engine_id, self._ours.read_by_ranks
                 ),
-                stripes=self._ours.num_stripes,
+                stripes=self._ours.stripes_by_arena,
                 on_hits=partial(touch, pool),
                 orphan_s=config.orphan_s,
             )
@@ -642,7 +643,7 @@ def _agreeing(
     for stage, rank in keys:
         if workers[stage, rank].groups != workers[stage, 0].groups:
             raise ConfigError("the ranks of this engine have KV caches of different layouts")
-        if workers[stage, rank].stripes != workers[0, 0].stripes:
+        if workers[stage, rank].stripes != workers[stage, 0].stripes:
             raise ConfigError("only some ranks of this engine hold the same KV as others")
     names = Counter(
         name

@@ -72,6 +72,7 @@ def compatibility(
     stages = [workers[first : first + ranks] for first in range(0, len(workers), ranks)]
     scales = [scales_of_engine([each.scales for each in stage]) for stage in stages]
     groups = [stage[0].groups for stage in stages]
+    stripes = tuple(stage[0].stripes for stage in stages)
     names = (name for stage in groups for group in stage for name in group.names or ())
     drafters = layers_of_drafter(vllm_config, names) if drafter else ()
     return CompatibilityKey(
@@ -90,7 +91,7 @@ def compatibility(
         ranks=ranks,
         groups=groups[0],
         later_stages=tuple(groups[1:]) or UNSET,
-        stripes=workers[0].stripes,
+        stripes=stripes if len(set(stripes)) > 1 else stripes[0],
     )
 
 

@@ -176,12 +176,7 @@ def loaded_digest(vllm_config: "VllmConfig") -> Generator[None, None, WeightsDig
         UnreadableWeightsError: some weights cannot be read.
     """
     worker = worker_of(vllm_config)
-    models = {"": worker.get_model()}
-    runner = worker.model_runner
-    for name in ("drafter", "speculator"):
-        draft = getattr(getattr(runner, name, None), "model", None)
-        if isinstance(draft, torch.nn.Module):
-            models["draft."] = draft
+    models = _models_of(worker)
     weights: dict[str, torch.Tensor | TensorDigest] = {}
     for prefix, model in models.items():
         weights |= {prefix + name: value for name, value in weights_of(model).items()}
@@ -192,6 +187,43 @@ def loaded_digest(vllm_config: "VllmConfig") -> Generator[None, None, WeightsDig
         *([] if stream is None else [stream.active]),
     )
     return _while_present(_workers[worker], reading)
+
+
+def head_copies(vllm_config: "VllmConfig") -> dict[str, int]:
+    """By name of an attention layer, how many consecutive ranks hold the same KV head: those of the
+    projection beside it. Layers without such a projection are left out, and all layers where the
+    model is not known.
+
+    The model's configuration does not say it: layers of sliding windows, or of a drafter, may have
+    other numbers of heads.
+    """
+    try:
+        models = _models_of(worker_of(vllm_config))
+    except (UnreadableWeightsError, NotImplementedError):
+        return {}
+    layers = vllm_config.compilation_config.static_forward_context
+    names = {id(layer): name for name, layer in layers.items()}
+    found: dict[str, int] = {}
+    for model in models.values():
+        for module in model.modules():
+            children = list(module.children())
+            projections = (getattr(each, "base_layer", each) for each in children)  # LoRA wraps it
+            told = (getattr(each, "num_kv_head_replicas", None) for each in projections)
+            copies: set[int] = {each for each in told if each is not None}
+            if len(copies) == 1:
+                number = copies.pop()
+                found |= {names[id(each)]: number for each in children if id(each) in names}
+    return found
+
+
+def _models_of(worker: Any) -> dict[str, torch.nn.Module]:
+    """The model of a worker, and that of its drafter, by the beginning of their weights' names."""
+    models: dict[str, torch.nn.Module] = {"": worker.get_model()}
+    for name in ("drafter", "speculator"):
+        draft = getattr(getattr(worker.model_runner, name, None), "model", None)
+        if isinstance(draft, torch.nn.Module):
+            models["draft."] = draft
+    return models
 
 
 def _while_present(

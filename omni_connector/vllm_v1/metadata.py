@@ -100,7 +100,7 @@ class OmniHandshakeMetadata(KVConnectorHandshakeMetadata):
         groups: the transferred groups. Only workers know the specs of all layers: vLLM tells the
             scheduler half one spec for a group of several.
         scales: digest of the layers' scales; see `kernels.scales_id`.
-        stripes: ranks over which the slots of the engine are spread; see `kv.stripes`.
+        stripes: ranks over which the slots of the pipeline stage are spread; see `kv.stripes`.
         slots: of the arena that hold blocks.
     """
 

@@ -28,7 +28,7 @@ class RankArena:
         arena: the slots.
         slots: how many of them hold blocks.
         part_sums: what makes parts of the slots checkable; None where there is nothing of it.
-        stripes: ranks over which the slots of the engine are spread; see `kv.stripes`.
+        stripes: ranks over which the slots of the pipeline stage are spread; see `kv.stripes`.
         endpoints: at which peers read them.
         reservation: what other engines see of the memory before it is populated; None where it
             was populated at once.
@@ -96,7 +96,7 @@ class ArenaPlan:
         Raises:
             ConfigError: it would not hold a single slot.
         """
-        stripes = most_stripes([groups], self.near_ranks)
+        stripes = most_stripes(groups, self.near_ranks)
         reservation: Reservation | None = None
         if self.prefault:
             size, reservation = self.sizing.reserve(slot_bytes, groups, stripes)

@@ -2,9 +2,10 @@
 """What vLLM says of its KV cache groups, in this package's own terms, and which are supported."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
+import msgspec
 from msgspec import UNSET
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
@@ -219,6 +220,33 @@ def group_shapes(
             )
         )
     return tuple(shapes)
+
+
+def with_copies(
+    shapes: Sequence[GroupShape],
+    kv_cache_config: "KVCacheConfig",
+    copies: Mapping[str, int],
+    ranks: int,
+) -> tuple[GroupShape, ...]:
+    """The same groups, with the copies of KV heads that the ranks of an engine hold.
+
+    Args:
+        shapes: of `group_shapes`.
+        copies: consecutive ranks that hold the same head, by layer; see
+            `loaded_models.head_copies`.
+        ranks: tensor-parallel size.
+    """
+    found = []
+    groups = transferred_groups(kv_cache_config).values()
+    for shape, group in zip(shapes, groups, strict=True):
+        told: list[int] = []
+        if not shape.replicated and shape.attention_type not in ("last", "ring"):
+            for name, heads in zip(shape.names or (), shape.heads, strict=False):
+                of_layer = ranks if _is_replicated(spec_of(group, name)) else copies.get(name, 1)
+                told.append(of_layer if heads == 1 else 1)
+        has_copies = max(told, default=1) > 1
+        found.append(msgspec.structs.replace(shape, copies=tuple(told)) if has_copies else shape)
+    return tuple(found)
 
 
 def attends_to_all(kv_cache_config: "KVCacheConfig") -> bool:

@@ -5,7 +5,7 @@ The simulation gives its own surroundings: a clock that it moves, randomness fro
 turns and messages in the order that it draws.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -33,7 +33,7 @@ from omni_connector.transports.choice import Transports, make_transports
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads, watch_adapter_loads
 from omni_connector.vllm_v1.compat import weights_said
 from omni_connector.vllm_v1.identity import drafter_of, weight_files, weights_id
-from omni_connector.vllm_v1.loaded_models import loaded_digest
+from omni_connector.vllm_v1.loaded_models import head_copies, loaded_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,6 +59,8 @@ class Surroundings:
             digest of the files.
         drafter_of: which drafter an engine has, by its files; see `identity.drafter_of`.
         read_weights: makes the digest of the weights that a worker has in its memory.
+        head_copies: how many ranks hold the same KV head, by layer, as a worker's model says; see
+            `loaded_models.head_copies`.
         weights_said: what vLLM is told of an engine's weights; told the engine's KV cache manager.
         adapter_loads: notes which LoRA adapters vLLM loads in a worker.
         status_file: makes the file, in a runtime folder, that `omni-connector top` reads.
@@ -84,6 +86,7 @@ class Surroundings:
     )
     drafter_of: Callable[["VllmConfig"], str | UnsetType] = drafter_of
     read_weights: Callable[["VllmConfig"], Generator[None, None, WeightsDigest]] = loaded_digest
+    head_copies: Callable[["VllmConfig"], Mapping[str, int]] = head_copies
     weights_said: Callable[["KVCacheManager"], WeightsSaid] = weights_said
     adapter_loads: Callable[["VllmConfig"], AdapterLoads] = watch_adapter_loads
     status_file: Callable[[Path], StatusFile] = StatusFile

@@ -387,6 +387,10 @@ LOSSES: Final[tuple[tuple[UsedName, str], ...]] = (
         "fixed",
     ),
     (
+        Attributes("vllm.model_executor.layers.linear:QKVParallelLinear"),
+        "each rank keeps a copy of a KV head that several ranks hold",
+    ),
+    (
         Called("vllm.v1.engine.core:EngineCore.collective_rpc", 1),
         "weights that are changed by a call to the workers are not noticed before the next reset",
     ),

@@ -62,7 +62,12 @@ from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.outcomes import JobOutcomes
 from omni_connector.vllm_v1.rank_arena import ArenaPlan, RankArena
 from omni_connector.vllm_v1.rank_weights import AnsweredWeights, ReadWeights
-from omni_connector.vllm_v1.specs import fails_by_block, group_shapes, group_specs
+from omni_connector.vllm_v1.specs import (
+    fails_by_block,
+    group_shapes,
+    group_specs,
+    with_copies,
+)
 from omni_connector.vllm_v1.states import cuts_of
 from omni_connector.vllm_v1.surroundings import Surroundings
 
@@ -162,6 +167,7 @@ class OmniWorker:
         stats: those of the context.
         surroundings: make the copier.
         weights: reads the weights of this rank.
+        head_copies: says how many ranks hold the same KV head, by layer.
         adapters: which LoRA adapters vLLM has loaded; None where it loads none.
         drafts: whether a drafter has layers in the KV cache.
 
@@ -188,10 +194,12 @@ class OmniWorker:
         stats: OmniStats,
         surroundings: Surroundings,
         weights: ReadWeights,
+        head_copies: Callable[[], Mapping[str, int]],
         adapters: AdapterLoads | None,
         drafts: bool = False,
     ) -> None:
         self._weights = AnsweredWeights(rank, weights, context)
+        self._head_copies = head_copies
         self._adapters = adapters
         self._drafts = drafts
         # Layers of the drafter, once it has computed them more than once in a step.
@@ -284,7 +292,12 @@ class OmniWorker:
         scales = scales_id(self._kv_cache_config, self._layers)
         kept = kept_of(self._kv_cache_config, self._layers)
         cuts = cuts_of(self._kv_cache_config, self._layers, self._stage_ranks)
-        groups = group_shapes(self._kv_cache_config, orders, attention, kept, cuts)
+        groups = with_copies(
+            group_shapes(self._kv_cache_config, orders, attention, kept, cuts),
+            self._kv_cache_config,
+            self._head_copies(),
+            self._stage_ranks,
+        )
         saves, loads = self._threads.saves, self._threads.loads
         bodies: _Bodies = {}
         arena: RankArena | None = None

@@ -52,6 +52,7 @@ SETS = {
     "ranks": (2, {"two": "two-ranks", "others": "two-ranks"}),
     # One KV head, which both ranks of two hold.
     "replicated": (1, {"two": "two-ranks", "one": "both"}),
+    "replicas": (1, {"two": "two-ranks", "others": "two-ranks"}),
     # Every rank keeps all of the latent.
     "latent": (1, {"two": "two-ranks", "one": "both"}),
     "latents": (1, {"two": "two-ranks", "others": "two-ranks"}),
@@ -59,6 +60,7 @@ SETS = {
 }
 RECIPES = {
     "replicated": "llama-one-kv-head",
+    "replicas": "llama-one-kv-head",
     "latent": "deepseek_v2-two-heads",
     "latents": "deepseek_v2-two-heads",
     "states": "lfm2",
@@ -143,6 +145,16 @@ def test_two_ranks_to_two(engines: Engines, sender: str, receiver: str) -> None:
 @of("replicated")
 @pytest.mark.parametrize(("sender", "receiver"), [("two", "one"), ("one", "two")])
 def test_a_kv_head_that_both_ranks_hold(engines: Engines, sender: str, receiver: str) -> None:
+    for prompt in PROMPTS:
+        engines.hand_off(sender, receiver, prompt)
+
+
+@of("replicas")
+@pytest.mark.parametrize(("sender", "receiver"), [("two", "others"), ("others", "two")])
+def test_a_kv_head_of_which_each_rank_has_a_part_of_the_slots(
+    engines: Engines, sender: str, receiver: str
+) -> None:
+    assert "2 ranks each hold the same KV" in engines.members[sender].engine.log.read_text()
     for prompt in PROMPTS:
         engines.hand_off(sender, receiver, prompt)
 

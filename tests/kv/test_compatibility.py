@@ -4,11 +4,13 @@
 import pickle
 import sys
 import types
+from typing import Any
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
-from omni_connector.kv.compatibility import MAX_STAGES, CompatibilityKey
+from omni_connector.kv.compatibility import MAX_STAGES, CompatibilityKey, most_stripes
 from omni_connector.kv.shapes import GroupShape
 
 from .shapes import compatibility_key, group_shape
@@ -251,6 +253,13 @@ def test_a_stage_without_layers_of_a_group_is_read_by_one_like_it() -> None:
     assert difference[0].endswith("of pipeline stage 1")
 
 
+def copied(*copies: int, **changes: object) -> list[Any]:
+    """A group of two layers, of whose only head on each rank there are so many copies; as a peer
+    would tell it."""
+    [group] = msgspec.to_builtins(stage(pages=("H1.N16.C64", "H1.N16.C64")))
+    return [{**group, "copies": copies, **changes}]
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -272,7 +281,34 @@ def test_a_stage_without_layers_of_a_group_is_read_by_one_like_it() -> None:
             "layer b is in several pipeline stages or groups",
         ),
         ({"ranks": 2, "stripes": 2}, "2 stripes of 2 ranks"),  # each rank has heads of its own
-        ({"ranks": 4, "stripes": 2, "groups": stage(replicated=True)}, "2 stripes of 4 ranks"),
+        ({"ranks": 4, "stripes": 3, "groups": stage(replicated=True)}, "3 stripes of 4 ranks"),
+        ({"ranks": 4, "stripes": 8, "groups": stage(replicated=True)}, "8 stripes of 4 ranks"),
+        ({"ranks": 8, "stripes": 4, "groups": copied(2, 2)}, "4 stripes of 8 ranks"),
+        ({"ranks": 8, "stripes": 4, "groups": copied(4, 2)}, "4 stripes of 8 ranks"),
+        (
+            {"ranks": 8, "stripes": 4, "groups": [*copied(4, 4), *stage(names=("c", "d"))]},
+            "4 stripes of 8 ranks",
+        ),
+        ({"ranks": 8, "groups": copied(3, 3)}, "3 copies of a head on 8 ranks"),
+        ({"ranks": 8, "groups": copied(2, 16)}, "16 copies of a head on 8 ranks"),
+        ({"groups": copied(2, 2)}, "2 copies of a head on 1 ranks"),
+        ({"ranks": 8, "groups": copied(2)}, "copies of the heads of 1 of 2 pages"),
+        ({"ranks": 8, "groups": copied(2, 2, pages=("H2.N16.C64",) * 2)}, "2 copies of 2 heads"),
+        ({"ranks": 8, "groups": copied(2, 2, replicated=True)}, "copies of the heads of a full"),
+        ({"ranks": 8, "groups": copied(0, 2)}, "groups.*copies"),
+        ({"ranks": 8, "groups": copied(1 << 20, 2)}, "groups.*copies"),
+        ({"ranks": 4, "stripes": (2, 2), "groups": copied(2, 2)}, "stripes of 2 pipeline stages"),
+        (
+            {
+                "ranks": 4,
+                "stripes": (2, 2),
+                "groups": copied(2, 2),
+                "later_stages": [copied(1, 1, layers="b")],
+            },
+            "2 stripes of 4 ranks",
+        ),
+        ({"ranks": 4, "stripes": (2,), "groups": copied(2, 2)}, "stripes"),
+        ({"ranks": 4, "stripes": (0, 2), "groups": copied(2, 2)}, "stripes"),
         ({"stripes": 2, "groups": stage(replicated=True)}, "2 stripes of 1 ranks"),
         (
             {
@@ -293,6 +329,47 @@ def test_a_stage_without_layers_of_a_group_is_read_by_one_like_it() -> None:
 def test_stages_that_cannot_be_are_malformed(changes: dict[str, object], told: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=told):
         said(**changes)
+
+
+def test_stripes_are_any_part_of_the_ranks_that_hold_the_same() -> None:
+    for stripes in (1, 2, 4):
+        key = said(ranks=8, stripes=stripes, groups=copied(4, 4))
+        assert key.arenas_of(0, 5) == tuple(range(5 - 5 % stripes, 5 - 5 % stripes + stripes))
+    groups = [*copied(4, 2), *stage(replicated=True, pages=("N16.C64",), layers="l")]
+    assert most_stripes(said(ranks=8, groups=groups).groups, 8) == 2
+    assert said(ranks=8, stripes=2, groups=groups).num_stripes == 2
+
+
+def test_each_stage_has_stripes_of_its_own() -> None:
+    later = [copied(2, 2, layers="b"), copied(2, 1, layers="c")]
+    key = said(ranks=4, stripes=(4, 2, 1), groups=copied(4, 4), later_stages=later)
+    assert key.read_by_ranks == (
+        *[(0, 1, 2, 3)] * 4,
+        *[(4, 5), (4, 5), (6, 7), (6, 7)],
+        *[(8,), (9,), (10,), (11,)],
+    )
+    assert key.stripes_by_arena == (4, 4, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1)
+    same = msgspec.structs.replace(key, stripes=(2, 2, 1))
+    assert key.difference(same) is None
+    assert not key.has_bytes_of(same)
+    assert key.has_bytes_of(key)
+    assert key.difference(msgspec.structs.replace(key, stripes=UNSET)) == (
+        "stripes of slots",
+        (4, 2, 1),
+        "not known to this version",
+    )
+    assert key.of_sharing() == msgspec.structs.replace(key, stripes=UNSET).of_sharing()
+
+
+def test_stripes_of_one_number_are_the_same_however_they_are_told() -> None:
+    later = [copied(2, 2, layers="b")]
+    key = said(ranks=4, stripes=2, groups=copied(2, 2), later_stages=later)
+    assert key.has_bytes_of(msgspec.structs.replace(key, stripes=(2, 2)))
+
+
+def test_copies_of_heads_change_no_name_of_a_stored_block() -> None:
+    older = said(ranks=8, groups=stage(pages=("H1.N16.C64", "H1.N16.C64")))
+    assert said(ranks=8, groups=copied(2, 2)).of_sharing() == older.of_sharing()
 
 
 def replicated(ranks: int, stripes: int | None, stages: int = 1) -> CompatibilityKey:

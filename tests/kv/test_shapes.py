@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from omni_connector.kv.shapes import GroupShape, difference, same_bytes, states_of
 
@@ -224,3 +225,46 @@ def test_some_layers_of_a_group_keep_their_names_and_pages() -> None:
     some = shape.of_layers([2, 0])
     assert (some.names, some.pages) == (("c", "a"), ("C3", "C1"))
     assert group_shape().of_layers([1]).pages == ("H2.N16.C64",)
+
+
+def copied(heads: int, *copies: int) -> GroupShape:
+    return of_block(16, heads, copies=copies or UNSET)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "ranks"),
+    [
+        (copied(1, 2, 2), copied(1), (8, 4)),  # 4 heads, where the model says 2
+        (copied(1), copied(1, 2, 2), (4, 8)),
+        (copied(1, 2, 2), copied(1, 4, 4), (8, 16)),
+        (copied(1, 2, 4), copied(1, 1, 2), (8, 4)),
+        (copied(1, 2, 2), copied(2), (8, 2)),
+        (copied(1, 2, 2), copied(1, 2, 2), (8, 8)),
+        (copied(1, 2, 2), copied(1), (8, 8)),  # of which copies are not known
+    ],
+)
+def test_layers_have_as_many_heads_as_who_has_copies_of_them_says(
+    ours: GroupShape, theirs: GroupShape, ranks: tuple[int, int]
+) -> None:
+    assert differs(ours, theirs, ranks) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "ranks", "told"),
+    [
+        (copied(1, 2, 2), copied(1, 2, 2), (8, 16), "a layer of 4 or 8 KV heads"),
+        (copied(1, 2, 2), copied(2), (8, 4), "a layer of 4 KV heads, of which one rank of 8 has 1"),
+        (copied(1, 2, 2), copied(1, 4, 2), (8, 8), "copies of heads"),
+    ],
+)
+def test_copies_that_contradict_the_other_side_are_refused_by_name(
+    ours: GroupShape, theirs: GroupShape, ranks: tuple[int, int], told: str
+) -> None:
+    found = differs(ours, theirs, ranks)
+    assert found is not None
+    assert told in found[0]
+
+
+def test_of_layers_some_keep_their_copies() -> None:
+    assert copied(1, 2, 4).of_layers([1]).copies == (4,)
+    assert copied(1).of_layers([1]).copies is UNSET

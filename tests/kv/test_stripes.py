@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector.kv import stripes
+from omni_connector.kv import shapes, stripes
 from omni_connector.kv.stripes import by_stripe, of_stripe, owning_arenas
 
 SLOTS = st.lists(st.integers(0, 1 << 40), max_size=40).map(lambda each: np.array(each, np.int64))
@@ -56,11 +56,27 @@ def test_where_ranks_hold_bytes_of_their_own_slots_keep_their_numbers(slots, ran
         (2, 1, 2, 1, (5,)),
         (0, 1, 2, 2, (0, 1)),
         (2, 0, 2, 2, (4, 5)),
+        (0, 3, 8, 2, (2, 3)),
+        (0, 4, 8, 4, (4, 5, 6, 7)),
+        (1, 1, 8, 4, (8, 9, 10, 11)),
+        (1, 7, 8, 2, (14, 15)),
     ],
 )
 def test_slots_lie_in_the_arenas_of_a_pipeline_stage(stage, rank, ranks, stripes, arenas):
     assert owning_arenas(stage, rank, ranks, stripes) == arenas
 
 
-def test_the_example_is_right():
-    assert doctest.testmod(stripes).failed == 0
+@given(st.integers(0, 4), st.integers(1, 8), st.integers(1, 8), st.data())
+def test_ranks_that_hold_the_same_read_the_same_arenas_and_theirs_alone(stage, heads, copies, data):
+    ranks = heads * copies
+    stripes = data.draw(st.sampled_from([n for n in range(1, copies + 1) if copies % n == 0]))
+    for rank in range(ranks):
+        arenas = owning_arenas(stage, rank, ranks, stripes)
+        assert stage * ranks + rank in arenas
+        assert {(each - stage * ranks) // copies for each in arenas} == {rank // copies}
+        assert [each % stripes for each in arenas] == list(range(stripes)), "each has its stripe"
+
+
+@pytest.mark.parametrize("module", [stripes, shapes])
+def test_the_examples_are_right(module):
+    assert doctest.testmod(module).failed == 0

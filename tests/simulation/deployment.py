@@ -27,6 +27,7 @@ from tests.simulation.engines.engine import (
     SimulatedRankCopies,
 )
 from tests.simulation.engines.other import OTHER_OF, OtherSettings
+from tests.simulation.engines.settings import copies_by_layer
 from tests.simulation.plan import SLOW_S, Plan
 from tests.simulation.promises import Promises, Wishes
 from tests.simulation.refusals import Refusals
@@ -287,6 +288,7 @@ class Deployment:
                 UnwrittenFile, world, lambda: self.orders.get(owner, NO_ORDERS)
             ),
             weights_said=lambda _: self._said[owner],
+            head_copies=lambda _: copies_by_layer(self.shapes[owner.split(".")[0]]),
             prefault=False,
             explains=False,
             lingers=False,

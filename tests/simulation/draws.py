@@ -17,6 +17,7 @@ from tests.simulation.features import (
     replicated,
     selective,
     spoilt,
+    with_copied_heads,
 )
 from tests.simulation.hints import hinted, overlong
 from tests.simulation.inputs import varied
@@ -69,6 +70,7 @@ def plan_of(seed: int) -> Plan:
     plan = overlong(plan, random.Random(f"overlong {seed}"))
     plan = varied(plan, random.Random(f"inputs {seed}"))
     plan = replicated(plan, random.Random(f"replicated {seed}"))
+    plan = with_copied_heads(plan, random.Random(f"heads {seed}"))
     plan = recut(plan, random.Random(f"states {seed}"))
     plan = replace(featured(plan, random.Random(f"feature {seed}")), native=native)
     plan = one_sided(plan, random.Random(f"drafter {seed}"))

@@ -34,6 +34,14 @@ _REPLICATED_OFTEN: Final = 0.15
 
 _FAR_OFTEN: Final = 0.15
 
+_COPIED_OFTEN: Final = 0.15
+
+# The same with layers of more heads.
+_WITH_MORE: Final = {
+    "full": ("full", "more"),
+    "window and full": ("window and full", "more and full", "more and full"),
+}
+
 _SELECTIVE_OFTEN: Final = 0.1
 
 _LONG_ANSWER: Final = 23
@@ -175,6 +183,34 @@ def replicated(plan: Plan, draw: random.Random) -> Plan:
         replace(
             each,
             family="latent",
+            ranks=sizes[number % len(sizes)],
+            late_reports=late,
+            far_ranks=draw.random() < _FAR_OFTEN,
+        )
+        for number, each in enumerate(plan.engines)
+    )
+    plan = replace(plan, engines=engines)
+    return _served_again(plan, draw) if draw.random() < 0.5 else plan
+
+
+def with_copied_heads(plan: Plan, draw: random.Random) -> Plan:
+    """The same with more ranks than KV heads, for some of the plans; the plan itself for the
+    others. In half of them engines have other numbers of ranks. Some engines have their ranks on
+    several hosts, where each keeps all slots.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    families = _WITH_MORE.get(plan.engines[0].family)
+    if draw.random() >= _COPIED_OFTEN or families is None:
+        return plan
+    family = draw.choice(families)
+    sizes = draw.choice(((4,), (4,), (8,), (1, 4), (4, 2), (2, 4), (8, 4), (4, 8)))
+    late = draw.choice((0.0, 0.0, 0.3))
+    engines = tuple(
+        replace(
+            each,
+            family=family,
             ranks=sizes[number % len(sizes)],
             late_reports=late,
             far_ranks=draw.random() < _FAR_OFTEN,

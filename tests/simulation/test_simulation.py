@@ -79,6 +79,9 @@ def test_the_plans_of_seeds_differ_and_hold_all_kinds_of_engines_and_events():
     assert sizes[3] > 0
     assert {plan.mapped for plan in plans} == {True, False}
     assert 50 < sum(not plan.native for plan in plans) < 100
+    copied = [plan for plan in plans if max(each.ranks for each in plan.engines) >= 4]
+    families = {plan.engines[0].family for plan in copied}
+    assert {"full", "more", "window and full", "more and full"} <= families
     assert len({event.what for plan in plans for event in plan.events}) >= 16
     assert 60 < sum(plan.buffers > 0 for plan in plans) < 120
     assert {"failing_memory", "failing_device"} <= {name for plan in plans for name in plan.trouble}

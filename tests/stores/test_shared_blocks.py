@@ -105,6 +105,13 @@ def test_what_all_ranks_hold_alike_is_the_first_ones() -> None:
     assert [owning_rank(SHAPE, 1, 2), owning_rank(latent, 1, 2)] == [1, 0]
 
 
+def test_of_the_ranks_that_hold_one_head_the_first_owns_it() -> None:
+    heads = msgspec.structs.replace(SHAPE, pages=("H1.N16.C8",) * 2, copies=(4, 2))
+    assert [owning_rank(heads, rank, 8) for rank in range(8)] == [0, 0, 2, 2, 4, 4, 6, 6]
+    assert owning_ranks([heads, SHAPE], 4) == [0, 2, 4, 5, 6, 7]
+    assert owning_rank(heads, 13, 8) == 12
+
+
 def test_each_pipeline_stage_owns_what_it_holds() -> None:
     latent = msgspec.structs.replace(SHAPE, replicated=True)
     nothing = msgspec.structs.replace(latent, pages=())

@@ -10,7 +10,7 @@ import json
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,7 +36,9 @@ from omni_connector.handoff.messages import (
 )
 from omni_connector.handoff.params import BadParamsError, parse_remote_prefill
 from omni_connector.handoff.server import ControlServer, PeerConnection
+from omni_connector.kv import compatibility
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.packets import PACKAGE, Refusal, read_answer
 from omni_connector.net.status import FORMAT, StatusFile
 from omni_connector.net.status import read as read_status
@@ -247,6 +249,32 @@ def test_a_version_without_stripes_of_slots_is_refused_by_an_engine_that_has_the
     knows_stripes = said.stripes is not msgspec.UNSET
     assert knows_stripes == (release != "0.1.0")
     assert isinstance(answer, HandshakeReply if knows_stripes else Refused)
+
+
+def test_a_version_that_knows_stripes_over_all_ranks_alone_refuses_those_of_a_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both as the one that holds slots and as the one that reads."""
+    plain = wire.compatibility()
+    (group,) = plain.groups
+    heads = (msgspec.structs.replace(group, pages=("H1.N16.C64",), copies=(2,)),)
+    ours = msgspec.structs.replace(plain, ranks=4, groups=heads, stripes=2)
+    ask = msgspec.structs.replace(Handshake.of(ours), package=OTHER)
+    said = encode(HandshakeReply(wire.EPOCH, "sha256", ours, ((wire.endpoint(),),) * 4))
+    session = PeerSession("ipc:///nowhere", ours, FakeClock())
+    session.receive(said)
+    assert session.failure is None
+
+    def older(groups: Iterable[GroupShape], ranks: int) -> int:
+        return ranks if all(each.replicated for each in groups) else 1
+
+    monkeypatch.setattr(compatibility, "most_stripes", older)
+    refused = _server(plain).receive(PeerConnection(0, b"peer"), encode(ask))
+    assert isinstance(refused, Refused)
+    assert OTHER in refused.theirs
+    session = PeerSession("ipc:///nowhere", plain, FakeClock())
+    session.receive(said)
+    assert "2 stripes of 4 ranks" in str(session.failure)
 
 
 # Sockets of the host

@@ -76,6 +76,7 @@ from tests.toy import (
     PAGE,
     SLOT,
     drafting,
+    head_copies,
     kv_cache_config,
     layers_with_states,
     stage_config,
@@ -354,6 +355,9 @@ class InProcessEngine:
             adapter_loads=adapter_loads,
             read_weights=lambda _: inspection.hashed(lambda: self.runner.weights),
             weights_said=lambda _: self.weights_said,
+            head_copies=lambda config: head_copies(
+                self.kv_config, config.parallel_config.tensor_parallel_size
+            ),
         )
         with unittest.mock.patch.object(connector_module, "SURROUNDINGS", ours):
             yield

@@ -8,10 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.model_executor.layers.linear import QKVParallelLinear
 
 from omni_connector.copy.loaded_weights import UnreadableWeightsError, digest_of
 from omni_connector.vllm_v1 import loaded_models
-from omni_connector.vllm_v1.loaded_models import loaded_digest, watch_workers, weights_of
+from omni_connector.vllm_v1.loaded_models import (
+    head_copies,
+    loaded_digest,
+    watch_workers,
+    weights_of,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -170,3 +178,79 @@ def test_weights_that_are_packed_away_are_refused_by_name():
     model[0].weight = torch.nn.Parameter(torch.empty(0))
     with pytest.raises(UnreadableWeightsError, match=r"packed 0\.weight"):
         weights_of(model)
+
+
+# Copies of KV heads
+
+
+class Attention(torch.nn.Module):
+    """As vLLM's models have it: beside the projection whose keys and values it keeps."""
+
+    def __init__(self, *projections):
+        super().__init__()
+        self.rope = torch.nn.Identity()
+        for number, each in enumerate(projections):
+            setattr(self, f"qkv_proj_{number}", each)
+        self.attn = torch.nn.Identity()
+
+
+def projection(copies, inner=torch.nn.Identity):
+    made = inner()
+    made.num_kv_head_replicas = copies
+    return made
+
+
+def test_a_layer_has_as_many_copies_as_the_projection_beside_it(worker):
+    one, config = worker
+    wrapped = torch.nn.Identity()  # as LoRA wraps it
+    wrapped.base_layer = projection(4)
+    layers = {
+        "two": Attention(projection(2)),
+        "wrapped": Attention(wrapped),
+        "same": Attention(projection(2), projection(2)),
+        "unlike": Attention(projection(2), projection(4)),
+        "unknown": Attention(),
+        "elsewhere": torch.nn.Sequential(projection(8), Attention()),
+    }
+    one.model = torch.nn.ModuleDict(layers)
+    drafter = Attention(projection(8))
+    one.model_runner.drafter = SimpleNamespace(model=drafter)
+    layers["elsewhere"] = layers["elsewhere"][1]
+    config.compilation_config = SimpleNamespace(
+        static_forward_context={name: each.attn for name, each in layers.items()}
+        | {"drafter": drafter.attn}
+    )
+    assert head_copies(config) == {"two": 2, "wrapped": 4, "same": 2, "drafter": 8}
+
+
+def test_of_a_worker_that_is_not_known_no_copies_are(worker):
+    _, config = worker
+    assert head_copies(SimpleNamespace(parallel_config=SimpleNamespace())) == {}
+    one, _ = worker
+    one.get_model = lambda: (_ for _ in ()).throw(NotImplementedError)
+    assert head_copies(config) == {}
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [(2, 4), (2, 8), (4, 8), (1, 4), (8, 4), (4, 4)])
+def test_as_many_ranks_as_vllm_says_load_the_weights_of_one_head(monkeypatch, heads, ranks):
+    """The rows of keys and values that vLLM's own projection loads on each rank."""
+    size = 3
+    loaded = []
+    for rank in range(ranks):
+        group = SimpleNamespace(world_size=ranks, rank_in_group=rank)
+        monkeypatch.setattr(parallel_state, "_TP", group)
+        with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+            made = QKVParallelLinear(5, size, 8, heads, bias=False, params_dtype=torch.float32)
+        made.weight.data.zero_()
+        for name in ("k", "v"):
+            rows = torch.arange(heads * size).float()[:, None].expand(-1, 5)
+            made.weight.weight_loader(made.weight, rows.contiguous(), name)
+        found = made.weight.data[-2 * size * max(1, heads // ranks) :, 0].chunk(2)
+        assert torch.equal(*found)
+        loaded.append(found[0].tolist())
+    copies = made.num_kv_head_replicas
+    assert copies == max(1, ranks // heads)
+    own = max(1, heads // ranks) * size
+    assert loaded == [
+        list(range(rank // copies * own, (rank // copies + 1) * own)) for rank in range(ranks)
+    ]

@@ -45,6 +45,7 @@ from omni_connector.vllm_v1.specs import (  # noqa: E402
     require_vllm_engine,
     state_refusal,
     transferred_groups,
+    with_copies,
 )
 
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
@@ -270,3 +271,27 @@ def test_a_diffusion_stage_of_vllm_omni_is_refused_and_told_what_to_configure() 
     with pytest.raises(ConfigError, match=r"MooncakeConnector.*OmniSharedMemoryConnector"):
         require_vllm_engine(SimpleNamespace(model_config=model_config()))
     require_vllm_engine(SimpleNamespace(model_config=SimpleNamespace()))
+
+
+def test_a_group_tells_the_copies_of_each_layer_that_has_one_head_a_rank():
+    one_head = {**SHAPE, "num_kv_heads": 1}
+    specs = {
+        "a": FullAttentionSpec(**one_head),
+        "b": FullAttentionSpec(**one_head),
+        "two heads": FullAttentionSpec(**{**SHAPE, "num_kv_heads": 2}),
+        "latent": MLAAttentionSpec(**one_head),
+    }
+    merged = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
+    groups = [
+        KVCacheGroupSpec([*specs], merged),
+        KVCacheGroupSpec(["c"], FullAttentionSpec(**one_head)),
+        KVCacheGroupSpec(["d"], MLAAttentionSpec(**one_head)),
+    ]
+    cached = config(*groups)
+    pages = (("H1.N16.C8", "H1.N16.C8", "H2.N16.C8", "N16.C8"), ("H1.N16.C8",), ("N16.C8",))
+    shapes = group_shapes(cached, pages, ("x", "x", "x"))
+    copies = {"a": 4, "b": 2, "two heads": 2, "d": 2}
+    found = with_copies(shapes, cached, copies, 8)
+    assert [each.copies for each in found] == [(4, 2, 1, 8), UNSET, UNSET]
+    assert [each.num_copies(8) for each in found] == [1, 1, 8]
+    assert with_copies(shapes, cached, {}, 8)[1:] == shapes[1:]

@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,14 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from omni_connector.vllm_v1.compat import tell_hash_block_size
-from tests.toy import GROUPS, drafting, kv_cache_config, layers_with_states, write_model
+from tests.toy import (
+    GROUPS,
+    drafting,
+    head_copies,
+    kv_cache_config,
+    layers_with_states,
+    write_model,
+)
 
 MODULE: Final = "tests.simulation.engines.connector"
 OTHER: Final = "tests.simulation.engines.other"
@@ -111,9 +119,20 @@ def num_workers(shape: EngineShape) -> int:
 
 
 def rank_slots(shape: EngineShape) -> int:
-    """Slots of the arena of each rank: a stripe of the slots, where all ranks hold the same KV."""
-    striped = set(GROUPS[shape.family]) <= {"latent", "replayed", "ring"} and not shape.far_ranks
-    return -(-shape.slots // shape.ranks) if striped else shape.slots
+    """Slots of the arena of each rank: a stripe of the slots, where ranks hold the same KV."""
+    kinds = GROUPS[shape.family]
+    if shape.far_ranks or "state" in kinds:
+        return shape.slots
+    of_heads = (copies for layer, copies in copies_by_layer(shape).items())
+    return -(-shape.slots // math.gcd(shape.ranks, *of_heads))
+
+
+def copies_by_layer(shape: EngineShape) -> dict[str, int]:
+    """How many ranks hold the same KV head, by layer."""
+    config = kv_cache_config(
+        2, shape.block_size, shape.family, ranks=shape.ranks, caching=shape.caching
+    )
+    return head_copies(config, shape.ranks)
 
 
 def num_hosts(shape: EngineShape) -> int:

@@ -160,8 +160,8 @@ FEATURES: Final = (
         "of KV that all ranks hold, a rank looks for all slots in one arena",
         (
             "omni_connector.kv.stripes",
-            "    return tuple(range(first, first + stripes)) if stripes > 1 else (first + rank,)\n",
-            "    return (first + rank,)\n",
+            "    return tuple(range(first, first + stripes))\n",
+            "    return (stage * ranks + rank,)\n",
         ),
     ),
     mutant(
@@ -171,6 +171,43 @@ FEATURES: Final = (
             "omni_connector.kv.stripes",
             "    own: NDArray[np.bool_] = owners == rank % stripes\n",
             "    own: NDArray[np.bool_] = owners == (rank + 1) % stripes\n",
+        ),
+    ),
+    mutant(
+        "the first head for all",
+        "of more ranks than KV heads, all read the slots of the first head",
+        (
+            "omni_connector.kv.stripes",
+            "    first = stage * ranks + rank - rank % stripes\n",
+            "    first = stage * ranks + (rank if stripes == 1 else 0)\n",
+        ),
+    ),
+    mutant(
+        "the head beside it",
+        "of more ranks than KV heads, ranks read the slots of the next head",
+        (
+            "omni_connector.kv.stripes",
+            "    first = stage * ranks + rank - rank % stripes\n",
+            "    turned = rank if stripes == 1 else (rank + stripes) % ranks\n"
+            "    first = stage * ranks + turned - rank % stripes\n",
+        ),
+    ),
+    mutant(
+        "as many heads as the model says",
+        "layers with other numbers of heads than the model's are read as if they had as many",
+        (
+            "omni_connector.kv.shapes",
+            "    if not told:\n        return kv_heads or None\n",
+            "    if not told or kv_heads:\n        return kv_heads or None\n",
+        ),
+    ),
+    mutant(
+        "stripes as of the last group",
+        "slots are spread over ranks that hold the same of the last group, and not of all",
+        (
+            "omni_connector.kv.compatibility",
+            "    return gcd(ranks, *(group.num_copies(ranks) for group in groups))\n",
+            "    return gcd(ranks, *(group.num_copies(ranks) for group in list(groups)[-1:]))\n",
         ),
     ),
     mutant(
@@ -192,7 +229,7 @@ FEATURES: Final = (
         ),
         (
             "omni_connector.prefix.neighbours",
-            "        return [self.arenas] if self.stripes > 1 else []\n",
+            "        return [self.arenas] if max(self.stripes, default=1) > 1 else []\n",
             "        return []\n",
         ),
     ),
@@ -265,8 +302,8 @@ FEATURES: Final = (
         "entries of a store are those of the first pipeline stage that stores them",
         (
             "omni_connector.stores.shared_blocks",
-            "    return rank - rank % ranks if shape.replicated else rank\n",
-            "    return 0 if shape.replicated else rank % ranks\n",
+            "    return rank - rank % copies if copies else None\n",
+            "    return rank % ranks - rank % copies if copies else None\n",
         ),
     ),
     mutant(

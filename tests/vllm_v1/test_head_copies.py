@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV heads that several ranks hold, as a model has fewer of them than ranks, are kept once.
+
+The toy model reads the KV of every rank with each token, and raises where two ranks hold different
+bytes of one head. So an answer is right only if all ranks got the right bytes.
+"""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+from msgspec import UNSET
+
+from omni_connector.copy import load_plans
+from omni_connector.vllm_v1 import assembly
+from tests import inspection
+from tests.toy import BLOCK, LAYERS
+
+from .harness import HANDOFF, assert_clean, hand_off, leased, prompt, run, wait
+from .stores import MASTER, PREFIX, QUESTION, landed
+from .test_host_prefix import neighbours, publish, sharer  # noqa: F401 - a fixture
+from .test_stripes import LENGTHS, arena_bytes, other_stripe, published
+
+pytestmark = pytest.mark.vllm
+
+# Heads of the toy: 2 of `full`, 4 of `more`, whatever its configuration says.
+SIZES = [(4, 1), (1, 4), (4, 2), (2, 4), (4, 4), (8, 1), (1, 8), (8, 2), (2, 8), (8, 4), (4, 8)]
+SIZES += [(8, 8)]
+between = pytest.mark.parametrize("ranks", SIZES, ids=lambda pair: f"{pair[0]} to {pair[1]}")
+
+
+def stripes(engine):
+    return inspection.compatibility(engine.half).num_stripes
+
+
+@pytest.mark.parametrize(
+    ("family", "fewer", "ranks"), [("full", 2, 4), ("full", 2, 8), ("full", 4, 8), ("more", 4, 8)]
+)
+def test_a_token_takes_as_many_bytes_of_arenas_as_with_a_rank_for_each_head(
+    engine, family, fewer, ranks
+):
+    one, several = (engine("kv_producer", family=family, ranks=each) for each in (fewer, ranks))
+    asked = prompt(20 * BLOCK)
+    for each in (one, several):
+        each.generate(asked, params=HANDOFF)
+    heads = 2 if family == "full" else 4
+    assert sum(published(one)) == sum(published(several)) == heads * 20
+    assert max(published(several)) == 20 * heads // ranks, "each rank saves its part"
+    assert several.count("bytes_saved") == one.count("bytes_saved")
+    assert arena_bytes(several) <= arena_bytes(one)
+    assert abs(several.directory.num_slots - one.directory.num_slots) < ranks
+
+
+@pytest.mark.parametrize("family", ["full", "more", "more and full"])
+@between
+def test_every_rank_gets_the_bytes_of_a_handoff(engine, family, ranks):
+    prefill = engine("kv_producer", family=family, ranks=ranks[0])
+    decode = engine("kv_consumer", family=family, ranks=ranks[1])
+    reference = engine(family=family)
+    heads = 4 if "more" in family else 2
+    assert stripes(prefill) == max(1, ranks[0] // heads)
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    assert decode.count("handoffs_received") == len(LENGTHS)
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
+@between
+def test_blocks_of_another_size_are_made_of_slots_of_several_ranks(engine, ranks, sizes):
+    prefill = engine("kv_producer", ranks=ranks[0], block_size=sizes[0])
+    decode = engine("kv_consumer", ranks=ranks[1], block_size=sizes[1])
+    reference = engine(block_size=sizes[1])
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    assert decode.count("handoffs_received") == len(LENGTHS)
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "found"),
+    [
+        ("more and full", 8, 2),
+        ("more and full", 4, 1),
+        ("latent and full", 8, 4),
+        ("ring and full", 4, 2),
+        ("state and full", 4, 1),
+        ("all three", 4, 1),
+    ],
+)
+def test_ranks_that_hold_the_same_of_every_group_share_a_copy(engine, family, ranks, found):
+    """Those of the greatest common factor. States are divided over all ranks."""
+    options = {"family": family, "ranks": ranks}
+    prefill, decode = (engine(role, **options) for role in ("kv_producer", "kv_consumer"))
+    assert stripes(prefill) == found
+    reference = engine(family=family)
+    for length in LENGTHS:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    assert decode.count("handoffs_received") == len(LENGTHS)
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("ranks", [(8, 8), (8, 4), (8, 2), (2, 8)], ids=str)
+@pytest.mark.parametrize(
+    "family", ["full and drafter", "full and wide drafter", "latent and drafter"]
+)
+def test_the_heads_of_a_drafter_count_by_themselves(engine, family, ranks):
+    options = {"family": family, "drafter": "mtp", "drafts": 2}
+    prefill = engine("kv_producer", ranks=ranks[0], **options)
+    decode = engine("kv_consumer", ranks=ranks[1], **options)
+    found = {"full and drafter": 4, "full and wide drafter": 2, "latent and drafter": 4}[family]
+    assert stripes(prefill) == (found if ranks[0] == 8 else 1)
+    reference = engine(None, **options)
+    for length in LENGTHS:
+        asked = prompt(length)
+        expected = reference.generate(asked, 6).tokens
+        assert hand_off(prefill, decode, asked) == expected  # the runner compares the drafter's
+    assert decode.count("tokens_loaded") == sum(LENGTHS) - len(LENGTHS)
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize(
+    ("family", "stages", "ranks", "found"),
+    [
+        ("full", (1,), 4, 2),
+        ("full", (1, 2), 8, 4),
+        ("more and full", (LAYERS,), 8, (2, 4)),
+        ("more and full", (1,), 8, 2),
+        ("ring and full", (LAYERS,), 4, (4, 2)),
+        ("latent and full", (LAYERS,), 4, (4, 2)),
+        ("state and full", (LAYERS,), 4, (1, 2)),
+    ],
+    ids=str,
+)
+def test_each_pipeline_stage_spreads_its_slots_over_as_many_ranks_as_its_layers_allow(
+    engine, family, stages, ranks, found
+):
+    """A stage may have the layers of one group alone."""
+    options = {"family": family, "ranks": ranks}
+    both = engine("kv_both", stages=stages, extra={"share": False}, **options)
+    prefill, decode = (
+        engine(role, stages=stages, **options) for role in ("kv_producer", "kv_consumer")
+    )
+    assert stripes(prefill) == stripes(both) == found
+    alone = engine("kv_consumer", **options)
+    reference = engine(family=family)
+    for length in LENGTHS:
+        asked = prompt(length)
+        expected = reference.generate(asked, 6).tokens
+        assert hand_off(prefill, decode, asked) == expected
+        assert hand_off(both, alone, asked) == expected
+    for each in (decode, alone):
+        assert each.count("handoffs_received") == len(LENGTHS)
+        assert not each.failures()
+    assert_clean(prefill, decode, both, alone)
+
+
+@pytest.mark.parametrize("ranks", [(4, 2), (4, 4), (8, 8), (8, 1)], ids=str)
+def test_slots_of_another_stripe_are_noticed_by_these_tests(engine, monkeypatch, ranks):
+    """They hold whole blocks of the same prompt, with right checksums and generations."""
+    other_stripe(monkeypatch)
+    prefill, decode = engine("kv_producer", ranks=ranks[0]), engine("kv_consumer", ranks=ranks[1])
+    asked = prompt(8 * BLOCK + 1)
+    expected = engine().generate(asked, 6).tokens
+    assert hand_off(prefill, decode, asked) != expected
+    assert decode.count("tokens_loaded") == 8 * BLOCK
+    assert not decode.failures()
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_the_slots_of_another_head_are_noticed_by_these_tests(engine, monkeypatch, ranks):
+    plan = load_plans.LoadPlans._plan
+
+    def turned(plans, source, group):
+        found = plan(plans, source, group)
+        of_head = {each: (each + ranks // 2) % ranks for each in range(ranks)}
+        sources = tuple(
+            dataclasses.replace(each, arenas=tuple(map(of_head.get, each.arenas)))
+            for each in found.sources
+        )
+        return dataclasses.replace(found, sources=sources)
+
+    monkeypatch.setattr(load_plans.LoadPlans, "_plan", turned)
+    prefill, decode = (engine(role, ranks=ranks) for role in ("kv_producer", "kv_consumer"))
+    asked = prompt(8 * BLOCK + 1)
+    assert hand_off(prefill, decode, asked) != engine().generate(asked, 6).tokens
+    assert decode.count("tokens_loaded") == 8 * BLOCK
+    assert not decode.failures()
+
+
+@pytest.mark.parametrize("family", ["full", "more and full"])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_an_engine_gets_back_what_its_own_cache_has_evicted(sharer, engine, family, ranks):  # noqa: F811
+    alone = sharer(usable_blocks=64, family=family, ranks=ranks)
+    publish(alone)
+    for seed in range(10):
+        publish(alone, prompt(8 * BLOCK, seed=seed))
+    expected = engine(family=family).generate(QUESTION, 6).tokens
+    assert alone.generate(QUESTION, 6).tokens == expected
+    assert alone.count("tokens_kept") == 6 * BLOCK
+    assert not alone.failures()
+    assert_clean(alone)
+
+
+@pytest.mark.parametrize(
+    ("family", "stages"),
+    [("full", ()), ("full", (1,)), ("more and full", ()), ("more and full", (LAYERS,))],
+    ids=str,
+)
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_a_neighbours_blocks_are_read_from_the_ranks_of_each_head(
+    sharer,  # noqa: F811
+    engine,
+    family,
+    ranks,
+    stages,
+):
+    options = {"family": family, "ranks": ranks, "stages": stages}
+    first, second = sharer(**options), sharer(**options)
+    publish(first)
+    expected = engine(family=family).generate(QUESTION, 20).tokens
+    assert second.generate(QUESTION, 20).tokens == expected
+    assert second.count("tokens_from_host") == 6 * BLOCK
+    assert not second.failures()
+    assert_clean(first, second)
+
+
+def test_an_engine_that_keeps_a_copy_a_rank_is_no_neighbour(sharer, engine, monkeypatch):  # noqa: F811
+    first = sharer(ranks=4)
+    with monkeypatch.context() as apart:
+        apart.setattr(assembly, "num_near_ranks", lambda _: 1)
+        second = engine("kv_both", extra={"share": True}, ranks=4)
+    assert (stripes(first), stripes(second)) == (2, 1)
+    publish(first)
+    assert not neighbours(second).present()
+    assert second.generate(QUESTION, 6).tokens == engine().generate(QUESTION, 6).tokens
+    assert second.count("tokens_from_host") == 0
+
+
+def test_an_orphan_is_read_from_the_ranks_of_each_head(sharer, engine):  # noqa: F811
+    first, second = sharer(ranks=4), sharer(ranks=4)
+    publish(first)
+    first.shutdown()
+    wait(lambda: [each.orphan for each in neighbours(second).present()] == [True])
+    successor = engine("kv_both", extra={"share": True}, ranks=4)
+    wait(lambda: any(each.orphan for each in neighbours(successor).present()))
+    expected = engine().generate(QUESTION, 6).tokens
+    for each in (second, successor):
+        assert each.generate(QUESTION, 6).tokens == expected
+        assert each.count("tokens_from_host") > 0
+        assert not each.failures()
+
+
+def test_wrong_bytes_in_the_copy_of_one_head_are_noticed_by_its_ranks(sharer, engine):  # noqa: F811
+    first, second = sharer(ranks=4), sharer(ranks=4)
+    publish(first)
+    first.arena(2).slots[:] ^= 0x10
+    expected = engine().generate(QUESTION, 6).tokens
+    assert second.generate(QUESTION, 6).tokens == expected
+    assert set(second.failures()) == {"checksum_mismatch"}
+    assert_clean(first, second)
+
+
+def test_new_weights_void_what_each_rank_owns(engine):
+    prefill, decode = (engine(role, ranks=8) for role in ("kv_producer", "kv_consumer"))
+    asked = prompt(8 * BLOCK + 1)
+    late = leased(prefill, decode, asked)
+    [handoff] = prefill.handoffs
+    generations = prefill.directory.pool.generation[handoff.held].tolist()
+    read = dict(zip(handoff.held.tolist(), generations, strict=True))
+    prefill.runner.weights = b"new"
+    assert prefill.scheduler.reset_prefix_cache(reset_connector=True)
+    for seed in range(2):  # the ranks say which weights they have, and hear what is void
+        prefill.generate(prompt(5, seed=seed))
+    for slot, generation in read.items():
+        for first in (0, 4):  # of the ranks of a head
+            arena = prefill.arena(first + slot % 4)
+            wait(lambda at=(arena, slot // 4, generation): at[0].header(at[1]).generation > at[2])
+    run([prefill, decode], lambda: decode.done(late))
+    assert decode.answers[late].tokens == engine().generate(asked, 6).tokens
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("ranks", [(4, 4), (4, 2), (2, 4)], ids=str)
+def test_where_the_ranks_of_a_stage_are_on_several_hosts_each_keeps_all(engine, monkeypatch, ranks):
+    with monkeypatch.context() as apart:
+        apart.setattr(assembly, "num_near_ranks", lambda _: 1)
+        prefill = engine("kv_producer", ranks=ranks[0])
+    assert stripes(prefill) == 1
+    decode = engine("kv_consumer", ranks=ranks[1])
+    asked = prompt(8 * BLOCK + 1)
+    assert hand_off(prefill, decode, asked) == engine().generate(asked, 6).tokens
+    assert published(prefill) == [8] * ranks[0]
+    assert decode.count("tokens_loaded") == 8 * BLOCK
+    assert_clean(prefill, decode)
+
+
+def test_where_it_is_not_known_which_ranks_hold_the_same_each_keeps_all(engine, monkeypatch):
+    """The plugin was loaded after the model, or the model has projections of its own."""
+    with monkeypatch.context() as unknown:
+        unknown.setattr("tests.vllm_v1.harness.head_copies", lambda *_: {})
+        prefill = engine("kv_producer", ranks=4)
+    assert stripes(prefill) == 1
+    asked = prompt(8 * BLOCK + 1)
+    expected = engine().generate(asked, 6).tokens
+    for ranks in (1, 2, 4):
+        decode = engine("kv_consumer", ranks=ranks)
+        assert hand_off(prefill, decode, asked) == expected
+        assert decode.count("tokens_loaded") == 8 * BLOCK
+    assert published(prefill) == [8] * 4
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "heads"),
+    [("full", 4, [2]), ("more and full", 8, [4, 2]), ("latent and full", 4, [1, 2])],
+)
+def test_a_store_has_one_entry_of_a_head(engine, shelf, family, ranks, heads):
+    options = {"family": family, "ranks": ranks, "extra": MASTER}
+    first, second = engine("kv_both", **options), engine("kv_both", **options)
+    first.generate(PREFIX)
+    landed(first)
+    entries = Counter(key.split("/")[-2] for key in shelf.entries)
+    owners = [(g, r) for g, n in enumerate(heads) for r in range(0, ranks, ranks // n)]
+    assert entries == {f"{group}.{rank}": 6 for group, rank in owners}
+    assert second.generate(QUESTION, 6).tokens == engine(family=family).generate(QUESTION, 6).tokens
+    assert second.count("tokens_shared") == 6 * BLOCK
+    assert not second.failures()
+    assert_clean(first, second)
+
+
+def test_an_engine_that_knows_of_no_copies_reads_no_other_heads_in_a_store(
+    engine, shelf, monkeypatch
+):
+    """It misses the entries that others do not make, and makes its own, which others read."""
+    with monkeypatch.context() as unknown:
+        unknown.setattr("tests.vllm_v1.harness.head_copies", lambda *_: {})
+        older = engine("kv_both", ranks=4, extra=MASTER)
+    newer, third = (engine("kv_both", ranks=4, extra=MASTER) for _ in range(2))
+    expected = engine().generate(QUESTION, 6).tokens
+    newer.generate(PREFIX)
+    landed(newer)
+    assert older.generate(QUESTION, 6).tokens == expected
+    landed(older)
+    assert older.count("tokens_shared") == 0
+    assert {key.split("/")[-2] for key in shelf.entries} == {"0.0", "0.1", "0.2", "0.3"}
+    shelf.evict(lambda key: "/0.1/" in key or "/0.3/" in key)
+    assert third.generate(QUESTION, 6).tokens == expected
+    assert third.count("tokens_shared") == 6 * BLOCK
+
+
+def test_a_version_that_knows_no_stripes_is_refused_by_name(engine, log):
+    prefill, decode = engine("kv_producer", ranks=4), engine("kv_consumer")
+    asked = prompt(4 * BLOCK + 1)
+    answer = prefill.generate(asked, params=HANDOFF).params
+    inspection.learn(decode.half, stripes=UNSET)
+    expected = engine().generate(asked, 6).tokens
+    assert decode.generate(asked, 6, params=answer).tokens == expected
+    assert decode.failures() == {"incompatible_peer": 1}
+    assert "stripes of slots" in log[-1]
