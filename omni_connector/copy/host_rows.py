@@ -59,6 +59,11 @@ def in_parts(
     helpers.share(work, [slice(*each) for each in pairwise(ends)])
 
 
+def hashes_between(places: Sequence[int]) -> bool:
+    """Whether one copy goes on with the checksums of another, where rows begin, end and lie."""
+    return native_copy() is not None and not any(place % ALIGNMENT for place in places)
+
+
 def begin_hashing(
     lengths: Sequence[int], slots: NDArray[np.uint8], count: int
 ) -> NDArray[np.uint64] | None:
@@ -72,8 +77,7 @@ def begin_hashing(
     Returns:
         States `(count, ...)`; None where only whole slots can be hashed.
     """
-    aligned = not (slots.ctypes.data % ALIGNMENT or slots.strides[0] % ALIGNMENT)
-    if native_copy() is None or not aligned or any(each % ALIGNMENT for each in lengths):
+    if not hashes_between([slots.ctypes.data, slots.strides[0], *lengths]):
         return None
     nbytes = sum(lengths)
     return begin(count, nbytes) if nbytes >= LEAST_HASHED else None

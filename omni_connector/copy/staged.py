@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from omni_connector.copy.copier import BlockCopier, BlockCopy
-from omni_connector.copy.host_rows import HostRows, Sharing, begin_hashing
-from omni_connector.copy.native import ALIGNMENT, LEAST_HASHED, begin, native_copy
+from omni_connector.copy.host_rows import HostRows, Sharing, begin_hashing, hashes_between
+from omni_connector.copy.native import LEAST_HASHED, begin
 from omni_connector.copy.stream import Stream
 from omni_connector.kv.canonical import SLOT_ALIGNMENT, CanonicalKVCaches, SlotLayout
 from omni_connector.kv.convert import PageRun
@@ -567,8 +567,7 @@ class StagedCopier(BlockCopier):
             place += run.nbytes
         states = copy.states if copy.checksum else None
         edges = [*hashed, length, *(run.at for run in runs), *(run.nbytes for run in runs)]
-        by_native = native_copy() is not None and not any(edge % ALIGNMENT for edge in edges)
-        if copy.checksum and by_native and length >= LEAST_HASHED:
+        if copy.checksum and length >= LEAST_HASHED and hashes_between(edges):
             states = begin(len(copy.block_ids), length) if states is None else states
         elif states is not None:
             return None

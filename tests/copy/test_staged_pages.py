@@ -13,6 +13,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from omni_connector.copy import host_rows
 from omni_connector.copy.copier import BlockCopy
 from omni_connector.copy.host import CpuCopier
 from omni_connector.copy.host_rows import HostRows
@@ -213,6 +214,17 @@ def test_pages_that_are_cut_or_named_twice_are_left_to_who_converts(
         loading.load(checksum=True)
     assert not loading.stream.sizes
     np.testing.assert_array_equal(loading.slots, before)
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_without_machine_code_pages_are_loaded_and_whole_slots_checked(
+    monkeypatch: pytest.MonkeyPatch, pins: bool
+) -> None:
+    monkeypatch.setattr(host_rows, "native_copy", lambda: None)
+    loading = Loading(Crossings(pins=pins))
+    copier, _ = loading.load(checksum=True)
+    copy = BlockCopy(0, np.array([1]), loading.slots, np.array([8]), True, states=begin(1, LENGTH))
+    assert copier.load_pages(copy, TWO_RUNS, LENGTH) is None
 
 
 class Misplaced(StagedCopier):
