@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to load KV that all ranks hold from one copy, and not from a copy for each rank.
+"""What it costs to load KV that several ranks hold from one copy, and not from one for each rank.
 
-A rank of an engine with MLA fills its blocks from mapped slots of a peer with as many ranks: from
-the arena of its own number, which holds all slots, or from the arenas of all ranks, each of which
-holds a stripe of them. The two take turns, each beside a numpy copy of as many bytes.
+A rank fills its blocks from mapped slots of a peer with as many ranks: from the arena of its own
+number, which holds all slots, or from the arenas of all ranks that hold the same, each of which
+holds a stripe of the slots. These are all ranks with MLA, and those of one KV head with fewer heads
+than ranks. The two take turns, each beside a numpy copy of as many bytes.
 
     python benchmarks/stripes.py [--quick]
 
@@ -36,10 +37,12 @@ RANKS = (2, 4, 8)
 NEVER_S = 1e6
 
 # Bytes of a page in KiB, and layers: those of DeepSeek V3, whose latents have 1,152 bytes a token,
-# with blocks of 64 and of 16 tokens; and many small blocks.
+# with blocks of 64 and of 16 tokens; one of the 4 KV heads of Qwen3 235B, which 2 ranks hold at TP
+# 8; and many small blocks.
 MODELS = {
     "64 tokens of DeepSeek V3": (72, 61),
     "16 tokens of DeepSeek V3": (18, 61),
+    "16 tokens of a head of Qwen3 235B": (8, 94),
     "64 KiB": (16, 4),
 }
 
@@ -168,15 +171,15 @@ def main() -> int:
     megabytes, repeats = (64, 5) if arguments.quick else (512, 21)
     command = " ".join(["python benchmarks/stripes.py", *sys.argv[1:]])
     lines = [
-        "# Loads of KV that all ranks hold",
+        "# Loads of KV that several ranks hold",
         "",
         f"`{command}`: {machine()}.",
         "",
         "One rank loads from mapped slots, with checksums and one thread, into scattered blocks: "
         "from one arena with all slots, as where each rank keeps a copy, and from the arenas of "
-        f"all ranks, each with a stripe of them. Medians of {repeats} rounds, GB/s; *ratio*: the "
-        "time from copies by the time from stripes, each in numpy copies of as many bytes just "
-        "before and after. Above 1 stripes are faster.",
+        "all ranks that hold the same, each with a stripe of them. Medians of "
+        f"{repeats} rounds, GB/s; *ratio*: the time from copies by the time from stripes, each in "
+        "numpy copies of as many bytes just before and after. Above 1 stripes are faster.",
         "",
         "| a block | ranks | arenas hold | copies | stripes | ratio |",
         "|---|---:|---:|---:|---:|---:|",

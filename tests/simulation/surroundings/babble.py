@@ -92,7 +92,7 @@ def _mutated(compatibility: CompatibilityKey, draw: random.Random) -> Compatibil
 
 def _changed(compatibility: CompatibilityKey, draw: random.Random) -> CompatibilityKey:
     groups = list(compatibility.groups)
-    change = draw.choice((0, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 9))
+    change = draw.choice((0, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 9, 10))
     if change == 8:
         stages = compatibility.stages
         if draw.random() < 0.7:  # layers that have names cannot be in two stages
@@ -128,6 +128,11 @@ def _changed(compatibility: CompatibilityKey, draw: random.Random) -> Compatibil
     elif change == 6:
         groups[at] = msgspec.structs.replace(group, replicated=not group.replicated)
         compatibility = msgspec.structs.replace(compatibility, stripes=draw.choice((UNSET, 1)))
+    elif change == 10:
+        copies = draw.choice((UNSET, (2,) * len(group.pages), range(1, 1 + len(group.pages))))
+        groups[at] = msgspec.structs.replace(group, copies=copies and tuple(copies))
+        spread: int | tuple[int, ...] = draw.choice((1, 2, 4, (1, 2), (2, 1, 1)))
+        return msgspec.structs.replace(compatibility, groups=tuple(groups), stripes=spread)
     elif change == 9:
         names = group.names or ()
         groups[at] = draw.choice(
