@@ -16,11 +16,12 @@ from omni_connector.testing.engines import Engine, Process
 from tests.systemd import Systemd
 
 from .configurations import BLOCK
+from .fork_server import ForkServer
 from .harness import Case, ask
 from .pool import Pool
 from .prompts import new_salt, random_prompt
 
-# Two engines that are not forked start one after the other.
+# An engine that is not forked starts, beside all that uses the cores then.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 WAIT_S = 60.0
@@ -30,7 +31,12 @@ MET = "Sharing prefixes with the engine at"
 
 
 class Unit(Systemd):
-    """A service whose main process is vLLM's server; starts it as the fork server does."""
+    """A service whose main process is vLLM's server. What finds descriptors is started as systemd
+    does that; else it is forked, as other engines are."""
+
+    def __init__(self, folder: Path, fork_server: ForkServer) -> None:
+        super().__init__(folder)
+        self._fork_server = fork_server
 
     def start(
         self,
@@ -40,14 +46,18 @@ class Unit(Systemd):
         output: IO[bytes],
         host: str | None = None,
     ) -> Process:
+        if not self.kept:
+            return self._fork_server.start(
+                module, arguments, {**environment, **self.environment}, output
+            )
         return self.launch([sys.executable, "-m", module, *arguments], environment, output)
 
 
 @pytest.fixture
-def unit() -> Iterator[Unit]:
+def unit(engine_pool: Pool) -> Iterator[Unit]:
     with (
         tempfile.TemporaryDirectory(dir="/tmp") as folder,
-        contextlib.closing(Unit(Path(folder))) as made,
+        contextlib.closing(Unit(Path(folder), engine_pool.fork_server())) as made,
     ):
         yield made
 
