@@ -60,8 +60,9 @@ _FADES: Final = 4
 """New blocks for each slot of the arena after which counts are halved. Old workloads fade so, and
 blocks have had the time to be used again."""
 
-# The kinds of slots: used once (0), used again (1), favoured (2), pinned (3).
-_KINDS: Final = 4
+KINDS: Final = 4
+"""The kinds of slots: used once (0), used again (1), favoured (2), pinned (3)."""
+
 _PINNED: Final = 3
 _STAY: Final = (0, 1, 4, 4)
 """The bonus of each kind, in evictions a slot of the arena."""
@@ -99,8 +100,8 @@ class EvictionOrder:
         self._evicted = 0
         # By kind, the batches by stamp, the oldest first.
         self._batches: tuple[OrderedDict[int, _Batch], ...]
-        self._batches = tuple(OrderedDict() for _ in range(_KINDS))
-        # The stamp of each slot's batch, 0 for none. A stamp modulo `_KINDS` is the kind.
+        self._batches = tuple(OrderedDict() for _ in range(KINDS))
+        # The stamp of each slot's batch, 0 for none. A stamp modulo `KINDS` is the kind.
         self._stamp: Ints = np.zeros(num_slots, np.int64)
         self._last_stamp = 0
         self._again = np.zeros(num_slots, bool)
@@ -283,21 +284,18 @@ class EvictionOrder:
         again = self._again[slot_ids]
         pinned = self.pinned[slot_ids]
         if not (favoured.any() or again.any() or pinned.any()):  # most often
-            self.add_used_once(slot_ids)
+            self.add_of_kind(0, slot_ids)
             return
         kinds = np.where(favoured, 2, again)
         kinds[pinned] = _PINNED
-        for kind in range(_KINDS):
+        for kind in range(KINDS):
             part = slot_ids[kinds == kind]
             if len(part):
-                self._append(kind, part)
-        self.num_pinned += int(np.count_nonzero(kinds == _PINNED))
+                self.add_of_kind(kind, part)
 
-    def add_used_once(self, slot_ids: Ints) -> None:
-        """The same for slots of which none is favoured, used again or pinned; at least one."""
-        self._append(0, slot_ids)
-
-    def _append(self, kind: int, slot_ids: Ints) -> None:
+    def add_of_kind(self, kind: int, slot_ids: Ints) -> None:
+        """The same for slots of one kind; at least one."""
+        self.num_pinned += len(slot_ids) if kind == _PINNED else 0
         queue = self._batches[kind]
         turn = self._evicted + _STAY[kind] * self._num_slots
         stamp, last = next(reversed(queue.items())) if queue else (0, None)
@@ -309,7 +307,7 @@ class EvictionOrder:
             last.slot_ids = np.concatenate([self._living(stamp, last), slot_ids], dtype=np.int32)
             last.alive += len(slot_ids)
         else:
-            self._last_stamp += _KINDS
+            self._last_stamp += KINDS
             stamp = self._last_stamp + kind
             queue[stamp] = _Batch(turn, slot_ids.astype(np.int32), len(slot_ids))
         self._stamp[slot_ids] = stamp
@@ -327,10 +325,10 @@ class EvictionOrder:
         at = np.flatnonzero(np.diff(stamps, prepend=-1))
         counts = np.diff(at, append=len(stamps))
         for stamp, count in zip(stamps[at].tolist(), counts.tolist(), strict=True):
-            queue = self._batches[stamp % _KINDS]
+            queue = self._batches[stamp % KINDS]
             batch = queue[stamp]
             batch.alive -= count
-            self.num_pinned -= count if stamp % _KINDS == _PINNED else 0
+            self.num_pinned -= count if stamp % KINDS == _PINNED else 0
             if not batch.alive:
                 del queue[stamp]
             elif 2 * batch.alive < len(batch.slot_ids):
@@ -347,7 +345,7 @@ class EvictionOrder:
             gone, batch.slot_ids = living[:count], living[count:]
             batch.alive = len(batch.slot_ids)
             if not batch.alive:
-                del self._batches[stamp % _KINDS][stamp]
+                del self._batches[stamp % KINDS][stamp]
             evicted.append(gone)
             count -= len(gone)
         return self._end(np.concatenate(evicted, dtype=np.int64))
@@ -357,7 +355,7 @@ class EvictionOrder:
         pinned, stay."""
         here = slot_ids[self.here(slot_ids) & ~self.pinned[slot_ids]]
         stamps = np.unique(self._stamp[here]).tolist()
-        batches = ((stamp, self._batches[stamp % _KINDS][stamp]) for stamp in stamps)
+        batches = ((stamp, self._batches[stamp % KINDS][stamp]) for stamp in stamps)
         in_turn = sorted(batches, key=lambda pair: pair[1].turn)
         living = np.concatenate([here[:0], *(self._living(*pair) for pair in in_turn)])
         gone: Ints = living[np.isin(living, here)][:count]

@@ -12,18 +12,23 @@ import functools
 import logging
 import struct
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_connector.arena.eviction import KINDS
 from omni_connector.runtime.machine_code import CodeDeniedError, compiled, kernel
 
 logger = logging.getLogger("vllm.omni_connector.native")
 
-_RUN_BYTES: Final = 24
+_RUN: Final = struct.Struct("=3q")
+
+_GRANT: Final = struct.Struct("=3qd")
 
 MOST_NEW: Final = 1 << 9
 """Most blocks that are examined in one call."""
@@ -41,6 +46,8 @@ class SlotArrays(NamedTuple):
     ready: NDArray[np.bool_]
     keyed: NDArray[np.bool_]
     tenant: NDArray[np.int64]
+    privileged: NDArray[np.bool_]
+    pinned_until: NDArray[np.float64]
     again: NDArray[np.bool_]
     favoured: NDArray[np.bool_]
     pinned: NDArray[np.bool_]
@@ -76,6 +83,33 @@ class NewBlocks:
         """Prompts and tenants, of each block."""
         counts, prompts, tenants = np.frombuffer(self.runs, np.int64).reshape(-1, 3).T
         return prompts.repeat(counts), tenants.repeat(counts)
+
+    @property
+    def owners(self) -> Counter[int]:
+        """How many of the blocks each tenant will own."""
+        owners = Counter[int]()
+        for count, _, tenant in _RUN.iter_unpack(self.runs):
+            owners[tenant] += count
+        del owners[0]
+        return owners
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What the hints of a request ask for consecutive new blocks.
+
+    Attributes:
+        first, count: place of the first of them among the new blocks, and their number.
+        tenant: who owns their slots, 0 for nobody.
+        favours: whether they are to be favoured.
+        pin_s: seconds for which they are to be pinned; 0 where they are not.
+    """
+
+    first: int
+    count: int
+    tenant: int
+    favours: bool
+    pin_s: float
 
 
 class _Batch:
@@ -123,7 +157,11 @@ class NativeSlots:
         rest = (text, pointer, number, pointer, pointer, pointer, number)
         self._begin = call("begin", text, text, pointer, *rest)
         self._filled = call("filled", text, pointer, pointer, number)
-        self._let_go = call("let_go", pointer, number)
+        self._privilege = call("privilege", pointer, text, number)
+        self._let_go = call("let_go", pointer, number, pointer, pointer)
+        # What `let_go` says: the slots by kind, and how many there are of each.
+        self._by_kind = np.empty(0, np.int64)
+        self._counts = (number * KINDS)()
         self._arrays = arrays
         self._table = table
         self._marks = np.zeros(NUM_PROMPTS, bool)
@@ -204,7 +242,7 @@ class NativeSlots:
                 num_indexes,
                 each.rows,
                 each.runs,
-                len(each.runs) // _RUN_BYTES,
+                len(each.runs) // _RUN.size,
                 each.seed,
                 picks,
                 batch.words,
@@ -240,11 +278,45 @@ class NativeSlots:
         index, listed = _addresses_of(listing)
         return int(self._filled(self._words, index, listed, slots.ctypes.data, len(slots)))
 
-    def let_go(self, slots: NDArray[np.int64]) -> bool:
-        """One user less holds these slots, each of which is named once. Returns whether all of them
-        are to be cached now, and none is favoured, pinned or used again."""
+    def privilege(
+        self, slots: NDArray[np.int64], grants: Sequence[Grant], ends: Sequence[float]
+    ) -> None:
+        """Favour or pin slots that were given to new blocks since.
+
+        Args:
+            slots: of the new blocks.
+            ends: when the pin of each grant ends; negative where nothing is pinned.
+        """
+        packed = b"".join(
+            [
+                _GRANT.pack(each.first, each.count, each.favours, end)
+                for each, end in zip(grants, ends, strict=True)
+            ]
+        )
+        self._privilege(self._words, slots.ctypes.data, packed, len(grants))
+
+    def let_go(self, slots: NDArray[np.int64]) -> Sequence[tuple[int, NDArray[np.int64]]]:
+        """One user less holds these slots, each of which is named once.
+
+        Returns:
+            If all of them are to be cached now, the slots by kind, as `EvictionOrder` numbers the
+            kinds; else nothing.
+        """
         slots = np.ascontiguousarray(slots, np.int64)
-        return bool(self._let_go(self._words, slots.ctypes.data, len(slots)))
+        if len(self._by_kind) < len(slots):
+            self._by_kind = np.empty(len(slots), np.int64)
+        given = (slots.ctypes.data, len(slots), self._by_kind.ctypes.data, self._counts)
+        match self._let_go(self._words, *given):
+            case 0:
+                return ()
+            case 1:  # most often
+                return ((0, slots),)
+        ends = accumulate(self._counts)
+        return [
+            (kind, self._by_kind[end - count : end].copy())
+            for kind, (count, end) in enumerate(zip(self._counts, ends, strict=True))
+            if count
+        ]
 
 
 def _addresses_of(

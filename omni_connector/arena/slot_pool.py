@@ -18,6 +18,7 @@ the eviction order). Slots of hand-offs belong to nobody.
 A prompt may have tens of thousands of blocks, so the state of slots is kept in arrays.
 """
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -38,7 +39,13 @@ from omni_connector.arena.block_index import (
 )
 from omni_connector.arena.eviction import EvictionOrder
 from omni_connector.arena.format import header_keys
-from omni_connector.arena.native_slots import NativeSlots, NewBlocks, SlotArrays, native_slots
+from omni_connector.arena.native_slots import (
+    Grant,
+    NativeSlots,
+    NewBlocks,
+    SlotArrays,
+    native_slots,
+)
 from omni_connector.arena.row_table import ROW_BYTES, rows_of
 from omni_connector.arena.slot_index import Ints, SlotChanges, SlotIndex, SlotKey
 from omni_connector.config import Admission
@@ -214,6 +221,8 @@ class SlotPool:
             ready=self._ready,
             keyed=self._keyed,
             tenant=self._tenant,
+            privileged=self._privileged,
+            pinned_until=self._pinned_until,
             **self._order.contents,
         )
         return NativeSlots(engine, arrays, self._order.rules, table)
@@ -434,8 +443,8 @@ class SlotPool:
         listing = None if self.listing is None else self.listing.words
         if self._native is not None and (self.listing is None or listing is not None):
             evicted = self._order.num_remembered
-            one_tenant = self._native.begin_new(number, blocks, slots, listing, evicted)
-            self._count_new_owned(slots, one_tenant=one_tenant)
+            self._native.begin_new(number, blocks, slots, listing, evicted)
+            self._kept_of.update(blocks.owners)
             return slots
         prompts, tenants = blocks.by_block
         words = np.frombuffer(blocks.rows, _ROW)["hash"].astype(np.uint64)
@@ -444,12 +453,6 @@ class SlotPool:
         tags = tags_from(words, blocks.seed)
         self._fill(blocks.group, blocks.keys, blocks.rows, slots, prompts, tags)
         return slots
-
-    def _count_new_owned(self, slots: Ints, *, one_tenant: bool) -> None:
-        if not one_tenant:
-            self._count_owned(self._kept_of, slots, 1)
-        elif tenant := int(self._tenant[slots[0]]):
-            self._kept_of[tenant] += len(slots)
 
     def _begin(
         self, rows: bytes, slots: Ints, tenants: Ints, prompts: Ints | None, tags: Tags | None
@@ -463,7 +466,10 @@ class SlotPool:
         one_tenant = self._native.begin(rows, slots, tenants, prompts, listing, tags, evicted)
         if one_tenant is None:
             return False
-        self._count_new_owned(slots, one_tenant=one_tenant)
+        if not one_tenant:
+            self._count_owned(self._kept_of, slots, 1)
+        elif tenant := int(self._tenant[slots[0]]):
+            self._kept_of[tenant] += len(slots)
         return True
 
     def admits(
@@ -603,6 +609,28 @@ class SlotPool:
             self._order.pin(slot_ids[::-1], pinned=True)
         self._count_privileged(slot_ids)
 
+    def privilege_new(self, slot_ids: Ints, grants: Sequence[Grant], now: float) -> bool:
+        """Favour or pin slots that `keep_new` has given to the new blocks of a group since.
+
+        Args:
+            slot_ids: of these blocks. Each has the owner that its grant names.
+            grants: each of other blocks.
+            now: by the caller's clock.
+
+        Returns:
+            Whether machine code has done so. If not, nothing was changed.
+        """
+        if self._native is None:
+            return False
+        ends = [_pin_end(now + each.pin_s) if each.pin_s else -1.0 for each in grants]
+        self._next_end = min([self._next_end, *(end for end in ends if end >= 0)])
+        self._native.privilege(slot_ids, grants, ends)
+        for each in grants:
+            self.num_privileged += each.count
+            if each.tenant:
+                self._privileged_of[each.tenant] += each.count
+        return True
+
     def pinned(self, slot_ids: Ints) -> Bools:
         """Which of these slots are pinned."""
         return self._order.pinned[slot_ids]
@@ -631,8 +659,9 @@ class SlotPool:
         in the order given."""
         if self._native is None:
             self._users[slot_ids] -= 1
-        elif self._native.let_go(slot_ids) and len(slot_ids):  # most often
-            self._order.add_used_once(slot_ids)
+        elif len(slot_ids) and (by_kind := self._native.let_go(slot_ids)):  # most often
+            for kind, of_kind in by_kind:
+                self._order.add_of_kind(kind, of_kind)
             self.num_cached += len(slot_ids)
             self.releases += 1
             return
@@ -763,6 +792,10 @@ class SlotPool:
         self._ready[cached] = False
         self._disown(cached)
         self.releases += 1
+
+
+def _pin_end(pin_until: float) -> float:
+    return math.ceil(pin_until / _PIN_TICK_S) * _PIN_TICK_S
 
 
 def _content_hashes(group: int, keys: Sequence[SlotKey | None], rows: bytes | None = None) -> Ints:

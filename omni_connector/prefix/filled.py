@@ -7,6 +7,7 @@ from itertools import chain
 
 import numpy as np
 
+from omni_connector.arena.native_slots import Grant
 from omni_connector.prefix.hints import NO_HINTS, FilledBlocks, Hints
 
 
@@ -51,23 +52,16 @@ class FilledRuns:
         """`runs` as int64 (runs, 3)."""
         return array("q", chain.from_iterable(self.runs)).tobytes()
 
-    def privileged(self) -> "FilledRuns":
-        """The runs whose slots are evicted later than others, or not at all."""
-        chosen = FilledRuns()
-        end = 0
-        for (count, prompt, tenant), hints in zip(self.runs, self.hints, strict=True):
-            begin = end
-            end += count
+    def grants(self) -> list[Grant]:
+        """What hints ask for the slots of runs: to be evicted later than others, or not at all."""
+        grants: list[Grant] = []
+        first = 0
+        for (count, _, tenant), hints in zip(self.runs, self.hints, strict=True):
             if hints.is_privileged:
-                chosen.add(
-                    self.keys[begin:end],
-                    self.hashes[begin:end],
-                    self.block_ids[begin:end],
-                    prompt=prompt,
-                    tenant=tenant,
-                    hints=hints,
-                )
-        return chosen
+                favours = hints.cache == "high"
+                grants.append(Grant(first, count, tenant, favours, hints.pin_s))
+            first += count
+        return grants
 
     def blocks(self) -> FilledBlocks:
         """All of them, each key once, with the hints of all its requests."""

@@ -6,6 +6,7 @@ A hint that cannot be followed is counted, and the request goes on without it. N
 tenant the blocks of another, because a block's key includes the cache salt.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -17,6 +18,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from omni_connector.arena.native_slots import Grant
 from omni_connector.arena.slot_index import Ints, SlotKey
 from omni_connector.arena.slot_pool import Bools, SlotPool
 from omni_connector.config import HintName
@@ -342,6 +344,21 @@ class HintPolicy:
         whose = zip(asking.tenants.tolist(), asking.hints, asking.keys, strict=True)
         for (tenant, hints), run in groupby(whose, key=itemgetter(0, 1)):
             self._grant(hints, tenant, group, [key for _, _, key in run])
+
+    def grant_new(self, slots: Ints, grants: Sequence[Grant]) -> bool:
+        """The same for the new blocks of a group, to which `SlotPool.keep_new` has given these
+        slots since; False, and nothing is changed, if it takes `grant`."""
+        owners = Counter[int]()
+        for each in grants:
+            owners[each.tenant] += each.count
+        with self._pool.lock:
+            pool = self._pool
+            if pool.num_privileged + owners.total() > self._max_privileged:
+                return False
+            for tenant, count in owners.items():
+                if pool.privileged_of(tenant) + count > self._max_of_tenant:
+                    return False
+            return not grants or pool.privilege_new(slots, grants, self._clock())
 
     def _grant_all(self, group: int, blocks: FilledBlocks) -> bool:
         """Follow all hints of these blocks at once, if there is room for each; whether there is."""

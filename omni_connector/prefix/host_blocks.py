@@ -455,12 +455,12 @@ class HostBlocks:
         sizes = [0] * len(filled)
         block_ids: list[int] = []
         keys: list[bytes] = []
-        for g, each in wanted:
+        for (g, each), theirs in zip(wanted, taken, strict=True):
             sizes[g] = len(each.keys)
             block_ids += each.block_ids
             keys += header_keys(self._key_prefix, g, each.keys)
-            if each.hinted:
-                self._hint_policy.grant(g, each.privileged().blocks())
+            if each.hinted and not self._hint_policy.grant_new(theirs, each.grants()):
+                self._hint_policy.grant(g, each.blocks())
         blocks = BlockSpans(np.array(block_ids, np.int64), tuple(sizes), (0,) * len(filled))
         return KeepSpec(blocks=blocks, slots=slots, generations=generations, keys=keys)
 

@@ -60,7 +60,7 @@ _COPY_S: Final = 0.1
 # filled, or when the engine has nothing to compute. Many blocks cost the engine's thread little
 # more than one. Blocks of prompts are more urgent, as the next request may begin with them.
 _MANY_OF_PROMPTS: Final = 64
-_MANY: Final = 64
+_MANY: Final = 96
 _LATEST: Final = 64
 
 # Filled blocks that a step considers: so many, which bounds what it takes, or this part of them if
@@ -88,7 +88,7 @@ _NEVER: Final = 1 << 62
 
 # Blocks of answers are looked for in steps whose number is a multiple of this, so that blocks of
 # many answers are considered in one step.
-_TOGETHER: Final = 4
+_TOGETHER: Final = 8
 
 # Tokens by which an answer grows between two looks for its full blocks, at most. The last blocks
 # are looked for when the answer ends. Nobody asks for them before, and a look costs little more for
@@ -185,9 +185,9 @@ class PrefixSaves:
         # Whether filled blocks may be considered in later steps. A block is recognized then by
         # vLLM's hash, which with a drafter does not cover all that its KV was computed from.
         self._batches = self._lasting and not groups.tokens_ahead
-        # Beyond the tokens that fill one block.
+        # A block is looked at fewer than so many tokens after it has filled; at once where it is 0.
         most = max(shape.block_size for shape in groups.shapes)
-        self._answer_tokens = max(0, min(_ANSWER_TOKENS, kept_for - 1) - most)
+        self._answer_tokens = max(0, min(_ANSWER_TOKENS, kept_for - 1 - most))
         if stores or not self._batches:
             self._answer_tokens = 0
         self._first_looks = cycle(range(0, self._answer_tokens + 1, 5))
@@ -272,10 +272,10 @@ class PrefixSaves:
                     self._keep_prompt(meta, prompt, self._tails, blocks_of)
                 lacks = prompt.fills_at - max(end, request.num_tokens)
                 if lacks > 0:  # only tokens of its answer will fill the next block
-                    if prompt.answers:
-                        lacks += self._answer_tokens
+                    # Answers that began together are looked at in different steps, first and later.
+                    if prompt.answers and self._answer_tokens:
+                        lacks += -lacks % self._answer_tokens
                     elif self._answer_tokens:
-                        # Else the blocks of answers that began together would fill one step.
                         lacks += next(self._first_looks)
                     prompt.answers = True
                     steps = -(-lacks // self._tokens_a_step)
@@ -346,7 +346,8 @@ class PrefixSaves:
         # Since an earlier step vLLM may have freed blocks, and given them to others.
         unsure = self._filled[0].step != self._step
         runs = self._take_filled(most)
-        self._considering = self.num_filled > 0
+        # Few blocks of answers are left to the next batch: a batch costs more than what it has.
+        self._considering = self._num_of_prompts > 0 or self.num_filled >= self._many
         if self.waiting:
             self._keep_waiting(meta, host)
         if self.waiting or not self._keep_new(meta.saves, host, runs, unsure):

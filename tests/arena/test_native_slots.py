@@ -19,9 +19,12 @@ from omni_connector.arena.row_table import rows_of
 from omni_connector.arena.slot_index import SlotChanges
 from omni_connector.arena.slot_pool import SlotListing, SlotPool
 from omni_connector.config import Admission
+from omni_connector.prefix.filled import FilledRuns
+from omni_connector.prefix.hints import NO_HINTS, HintPolicy, Hints
+from omni_connector.runtime.context import EngineContext
+from omni_connector.testing.clock import FakeClock
 
-Runs = tuple[int, list[bytes], list[tuple[int, int, int]]]
-"""A group, the keys of blocks, and of each run of them the number, prompt and tenant."""
+PINNED = Hints(pin_s=0.9)
 
 SLOTS = 6
 BLOCKS = 12
@@ -57,6 +60,9 @@ class Pools(RuleBasedStateMachine):
             self.pools = [pool_of(listed=True)]
         self.pools.append(pool_of(listed=True))
         assert [each._native is None for each in self.pools] == [True, False]
+        self.clock = FakeClock()
+        # At most 4 slots are privileged, 2 of each tenant; and each has 4 slots.
+        self.policies = [HintPolicy(x, EngineContext(self.clock), 0.7, 0.7) for x in self.pools]
         self.copies: list[np.ndarray] = []
         self.held: list[np.ndarray] = []
 
@@ -119,6 +125,7 @@ class Pools(RuleBasedStateMachine):
                 st.integers(0, BLOCKS - 1),
                 st.integers(1, 4),
                 st.sampled_from([0, 0, 1, 2]),
+                st.sampled_from([NO_HINTS, NO_HINTS, Hints("high"), PINNED, Hints("high", 1.5)]),
             ),
             min_size=1,
             max_size=3,
@@ -128,55 +135,62 @@ class Pools(RuleBasedStateMachine):
     )
     def keep_new(
         self,
-        lots: list[tuple[int, int, int, int]],
+        lots: list[tuple[int, int, int, int, Hints]],
         lengths: tuple[int, int],
         admission: Admission,
     ) -> None:
-        """Exactly where nothing has to be decided slots are given, and the same as otherwise."""
-        groups: list[Runs] = []
+        """Exactly where nothing has to be decided slots are given, and the same as otherwise. So
+        are pins and favours."""
+        groups: list[tuple[int, FilledRuns]] = []
         for group in sorted({each[0] for each in lots}):
-            keys, runs = [], []
-            for number, (_, first, count, tenant) in enumerate(x for x in lots if x[0] == group):
-                keys += [key((first + i) % BLOCKS, lengths[number % 2]) for i in range(count)]
-                runs.append((count, number * DEPTHS + first % 3, tenant))
-            groups.append((group, keys, runs))
+            runs = FilledRuns()
+            of_group = [each for each in lots if each[0] == group]
+            for number, (_, first, count, tenant, hints) in enumerate(of_group):
+                keys = [key((first + i) % BLOCKS, lengths[number % 2]) for i in range(count)]
+                prompt = number * DEPTHS + first % 3
+                runs.add(keys, keys, [0] * count, prompt=prompt, tenant=tenant, hints=hints)
+            groups.append((group, runs))
         new = [
             NewBlocks(
                 group,
-                keys,
-                rows_of(group, keys),
-                np.array(runs, np.int64).tobytes(),
+                runs.keys,
+                rows_of(group, runs.keys),
+                runs.packed,
                 seed_of(b"model", group),
             )
-            for group, keys, runs in groups
+            for group, runs in groups
         ]
         expected = self.nothing_to_decide(groups, admission)
         given = []
-        for pool in self.pools:
+        for pool, policy in zip(self.pools, self.policies, strict=True):
             assert pool.listing is not None
             given.append(pool.keep_new(new, [pool.listing._index], admission))
+            for (group, runs), slots in zip(groups, given[-1] or [], strict=False):
+                if not policy.grant_new(slots, runs.grants()):
+                    policy.grant(group, runs.blocks())
         np.testing.assert_equal(given[0], given[1])
         assert (given[0] is not None) == expected
         self.copies += given[0] or []
 
     def nothing_to_decide(
         self,
-        groups: list[tuple[int, list[bytes], list[tuple[int, int, int]]]],
+        groups: list[tuple[int, FilledRuns]],
         admission: Admission,
     ) -> bool:
         """By the methods of the plain pool, which decide each question by itself."""
         pool = self.pools[0]
         assert pool.listing is not None
         owners: list[int] = []
-        for group, keys, runs in groups:
-            counts, prompts, tenants = np.array(runs, np.int64).T
+        for group, runs in groups:
+            keys = runs.keys
+            counts, prompts, tenants = np.array(runs.runs, np.int64).T
             owners += tenants.repeat(counts).tolist()
             alike = len(set(map(len, keys))) == 1 and len(keys[0]) >= 8
             if not alike or len(set(keys)) < len(keys) or len(pool.find(group, keys)):
                 return False
             if (pool.listing._index.find(tags_of(b"model", group, keys))[0] >= 0).any():
                 return False
-            if admission == "auto" and sum(len(each[1]) for each in groups) > pool._num_free:
+            if admission == "auto" and sum(len(each.keys) for _, each in groups) > pool._num_free:
                 order = deepcopy(pool._order)  # as it remembers what it passes over
                 unknown = np.full(len(keys), 1 << 40)
                 if not order.admits(unknown, admission, prompts.repeat(counts)).all():
@@ -232,7 +246,7 @@ class Pools(RuleBasedStateMachine):
         self.both("filled", slots[lacks])
         self.held.append(slots)
 
-    @rule(slot=st.integers(0, SLOTS - 1), until=st.sampled_from([None, 1.0]))
+    @rule(slot=st.integers(0, SLOTS - 1), until=st.sampled_from([None, 1001.0]))
     def privilege(self, slot: int, until: float | None) -> None:
         if self.pools[0]._ready[slot]:
             slots = np.array([slot])
@@ -243,9 +257,10 @@ class Pools(RuleBasedStateMachine):
         numbers = np.array(slots, np.int64)
         self.both("touch", numbers, self.pools[0].generation[numbers % SLOTS])
 
-    @rule()
-    def end_pins(self) -> None:
-        self.both("end_pins", 2.0)
+    @rule(seconds=st.sampled_from([0.5, 1.0]))
+    def end_pins(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.both("end_pins", self.clock())
 
     @rule(really=st.sampled_from([False] * 7 + [True]))
     def forget(self, really: bool) -> None:
@@ -261,7 +276,9 @@ class Pools(RuleBasedStateMachine):
             np.testing.assert_equal(getattr(one._order, name), getattr(other._order, name), name)
         assert one.counts() == other.counts()
         assert one._kept_of == other._kept_of
-        assert one.releases == other.releases
+        assert one._privileged_of == other._privileged_of
+        for name in ("releases", "num_cached", "num_pinned", "num_privileged", "_next_end"):
+            assert getattr(one, name) == getattr(other, name), name
         assert one.listing is not None
         assert other.listing is not None
         asked = tags_of(b"model", 1, [key(number) for number in range(BLOCKS)])

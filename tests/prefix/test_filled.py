@@ -54,14 +54,26 @@ def test_each_key_is_there_once_with_the_hints_of_all_its_requests(
 
 
 @given(runs)
-def test_only_blocks_of_requests_that_ask_for_it_are_privileged(
+def test_grants_are_for_the_blocks_of_requests_that_ask_for_it(
     asked: list[tuple[list[int], Hints]],
 ) -> None:
-    chosen = collected(asked).privileged()
-    expected = [pair for pair in enumerate(asked) if pair[1][1] is not NO_HINTS]
-    assert chosen.runs == [(len(blocks), n, -n) for n, (blocks, _) in expected]
-    assert chosen.block_ids == [10 * n + each for n, (blocks, _) in expected for each in blocks]
-    assert chosen.hints == [hints for _, (_, hints) in expected]
+    filled = collected(asked)
+    granted = {
+        filled.block_ids[each.first + i]: each
+        for each in filled.grants()
+        for i in range(each.count)
+    }
+    expected = {
+        10 * number + each: hints
+        for number, (blocks, hints) in enumerate(asked)
+        for each in blocks
+        if hints is not NO_HINTS
+    }
+    assert granted.keys() == expected.keys()
+    for block_id, hints in expected.items():
+        grant = granted[block_id]
+        assert (grant.favours, grant.pin_s) == (hints is HIGH, hints.pin_s)
+        assert grant.tenant == -(block_id // 10)
 
 
 def test_runs_are_packed_as_numbers_of_8_bytes() -> None:

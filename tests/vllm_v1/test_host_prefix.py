@@ -803,6 +803,22 @@ def test_what_has_filled_is_kept_in_parts_and_its_end_goes_first(sharer, monkeyp
     assert brought(sharer) == 15
 
 
+def test_answers_that_begin_together_are_looked_at_in_different_steps(sharer, monkeypatch):
+    monkeypatch.setattr(saves, "_ANSWER_TOKENS", 2 * BLOCK)
+    alone = sharer(extra=slots(512), usable_blocks=200, instant_copies=True)
+    for seed in range(8):
+        alone.submit(prompt(8, seed=seed), max_tokens=200)
+    filled = []
+    for _ in range(180):
+        alone.step()
+        filled.append(new(alone))
+    assert len(alone.scheduler.running) == 8
+    looks = [after - before for before, after in itertools.pairwise(filled[60:]) if after > before]
+    # Three of them begin at one place of 32 tokens, and each look finds two blocks.
+    assert max(looks) <= 3 * 2
+    assert sum(looks) >= 8 * 6
+
+
 def test_an_engine_rests_with_nothing_that_has_filled_after_a_reset(sharer):
     alone = sharer(extra=slots(64), instant_copies=True)
     request_id = alone.submit(SHORT, max_tokens=1)

@@ -13,6 +13,7 @@ enum {
     DEPTHS = 17,           // as in arena/eviction.py
     NUM_PROMPTS = 1 << 13, // numbers of prompts are below this
     HASHED_BYTES = 8,      // of a key, by which evicted contents are remembered
+    KINDS = 4,             // of slots in the eviction order
 };
 
 struct slots {
@@ -20,6 +21,8 @@ struct slots {
     int32_t *users;
     uint8_t *busy, *ready, *keyed;
     int64_t *tenant;
+    uint8_t *privileged;
+    double *pinned_until;
     uint8_t *again, *favoured, *pinned;
     int64_t *hash; // of its content
     uint8_t *depth;
@@ -35,6 +38,13 @@ struct slots {
 /* Consecutive blocks of one prompt. */
 struct run {
     int64_t count, prompt, tenant;
+};
+
+/* What a hint asks for consecutive blocks. */
+struct grant {
+    int64_t first, count; // of the blocks
+    int64_t favours;
+    double pin_until; // negative where nothing is pinned
 };
 
 /* New blocks of one group, for which there is room. */
@@ -196,17 +206,56 @@ int64_t filled(
     return unheld;
 }
 
-/* One user less holds each of the slots, which are different ones. Returns whether all are cached
- * now, and are to be evicted like slots that were used once. */
-int64_t let_go(const struct slots *slots, const int64_t *ids, int64_t count)
+static inline int kind_of(const struct slots *slots, int64_t slot)
 {
-    int64_t ordinary = 1;
+    if (slots->pinned[slot])
+        return 3;
+    return slots->favoured[slot] ? 2 : slots->again[slot];
+}
+
+/* Follows hints for slots that were given to new blocks since: none is in the eviction order, or
+ * pinned. Returns how many they are. */
+int64_t privilege(
+    const struct slots *slots, const int64_t *ids, const struct grant *grants, int64_t num_grants)
+{
+    int64_t privileged = 0;
+    for (const struct grant *grant = grants; grant < grants + num_grants; grant++) {
+        for (const int64_t *id = ids + grant->first; id < ids + grant->first + grant->count; id++) {
+            slots->privileged[*id] = 1;
+            slots->favoured[*id] = grant->favours != 0;
+            slots->pinned[*id] = grant->pin_until >= 0;
+            if (slots->pinned[*id])
+                slots->pinned_until[*id] = grant->pin_until;
+        }
+        privileged += grant->count;
+    }
+    return privileged;
+}
+
+/* One user less holds each of the slots, which are different ones. Returns 0 if not all are cached
+ * now; else 1 if all are of the first kind, used once; else 2.
+ *
+ * by_kind: written in that case: the slots by their kinds, those of a kind in the order given.
+ * counts: of each kind; written in any case. */
+int64_t let_go(
+    const struct slots *slots, const int64_t *ids, int64_t count, int64_t *by_kind, int64_t *counts)
+{
+    int64_t cached = 1;
+    for (int kind = 0; kind < KINDS; kind++)
+        counts[kind] = 0;
     for (int64_t i = 0; i < count; i++) {
         int64_t slot = ids[i];
         slots->users[slot] -= 1;
-        ordinary &= slots->users[slot] == 0 && slots->ready[slot] && slots->keyed[slot] &&
-                    !slots->busy[slot] && !slots->again[slot] && !slots->favoured[slot] &&
-                    !slots->pinned[slot];
+        cached &= slots->users[slot] == 0 && slots->ready[slot] && slots->keyed[slot] &&
+                  !slots->busy[slot];
+        counts[kind_of(slots, slot)] += 1;
     }
-    return ordinary;
+    if (!cached || counts[0] == count)
+        return cached;
+    int64_t ends[KINDS], end = 0;
+    for (int kind = 0; kind < KINDS; end += counts[kind++])
+        ends[kind] = end;
+    for (int64_t i = 0; i < count; i++)
+        by_kind[ends[kind_of(slots, ids[i])]++] = ids[i];
+    return 2;
 }

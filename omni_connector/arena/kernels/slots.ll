@@ -1,9 +1,10 @@
-; clang 19, sha256 of the C 4f282a62d91aa467
+; clang 19, sha256 of the C d64837170f3c126d
 ; scripts/compile_kernels.py has made this file.
 
 %struct.run = type { i64, i64, i64 }
 %struct.row = type <{ [4 x i64], i32 }>
 %struct.index = type { ptr, ptr, ptr, ptr, i64 }
+%struct.grant = type { i64, i64, i64, double }
 
 define i64 @examine(ptr %slots, ptr %table, ptr %indexes, i64 %num_indexes, ptr %rows, ptr %runs, i64 %num_runs, i64 %seed, i64 %picks, ptr %batch) {
 entry:
@@ -13,10 +14,10 @@ entry:
 
 for.body.lr.ph:
   %tobool.not = icmp eq i64 %picks, 0
-  %new = getelementptr i8, ptr %slots, i64 104
-  %sample = getelementptr i8, ptr %slots, i64 144
-  %used_again = getelementptr i8, ptr %slots, i64 112
-  %worth = getelementptr i8, ptr %slots, i64 152
+  %new = getelementptr i8, ptr %slots, i64 120
+  %sample = getelementptr i8, ptr %slots, i64 160
+  %used_again = getelementptr i8, ptr %slots, i64 128
+  %worth = getelementptr i8, ptr %slots, i64 168
   %prompts = getelementptr i8, ptr %batch, i64 8
   %tenants = getelementptr i8, ptr %batch, i64 16
   br label %for.body
@@ -442,6 +443,10 @@ cleanup68:
   ret i64 %retval.8
 }
 
+declare void @llvm.lifetime.start.p0(i64, ptr)
+
+declare void @llvm.lifetime.end.p0(i64, ptr)
+
 define i64 @begin(ptr %slots, ptr %table, ptr %index, ptr %listed, ptr %rows, ptr %ids, i64 %count, ptr %tags, ptr %tenants, ptr %prompts, i64 %evicted) {
 entry:
   %cmp.not96 = icmp sgt i64 %count, 0
@@ -568,23 +573,23 @@ if.end19:
   br i1 %exitcond104.not, label %for.cond32.preheader, label %for.body13
 
 for.cond.cleanup35:
-  %num_slots.i = getelementptr i8, ptr %slots, i64 128
+  %num_slots.i = getelementptr i8, ptr %slots, i64 144
   %20 = load i64, ptr %num_slots.i, align 8
   %mul.i = shl i64 %20, 1
-  %marks.i = getelementptr i8, ptr %slots, i64 120
+  %marks.i = getelementptr i8, ptr %slots, i64 136
   %21 = load ptr, ptr %marks.i, align 8
   br i1 %cmp.not96, label %for.body.lr.ph.i, label %for.cond64.preheader.i
 
 for.body.lr.ph.i:
   %tobool.not.i = icmp eq ptr %prompts, null
-  %hash6.i = getelementptr i8, ptr %slots, i64 72
-  %depth8.i = getelementptr i8, ptr %slots, i64 80
+  %hash6.i = getelementptr i8, ptr %slots, i64 88
+  %depth8.i = getelementptr i8, ptr %slots, i64 96
   %cmp10.i = icmp sgt i64 %evicted, -1
-  %past20.i = getelementptr i8, ptr %slots, i64 88
-  %past_depth.i = getelementptr i8, ptr %slots, i64 96
-  %used_again.i = getelementptr i8, ptr %slots, i64 112
-  %again.i = getelementptr i8, ptr %slots, i64 48
-  %new.i = getelementptr i8, ptr %slots, i64 104
+  %past20.i = getelementptr i8, ptr %slots, i64 104
+  %past_depth.i = getelementptr i8, ptr %slots, i64 112
+  %used_again.i = getelementptr i8, ptr %slots, i64 128
+  %again.i = getelementptr i8, ptr %slots, i64 64
+  %new.i = getelementptr i8, ptr %slots, i64 120
   br label %for.body.i
 
 for.body.i:
@@ -717,7 +722,7 @@ cond.end58.i.epil:
 
 for.cond64.preheader.i:
   %same.0.lcssa107109114 = phi i64 [ %and, %for.cond.cleanup35 ], [ %and, %for.cond32.preheader ], [ %and, %for.cond9.preheader ], [ 1, %entry ], [ %and, %cond.end58.i.epil ], [ %and, %for.cond64.preheader.i.loopexit.unr-lcssa ]
-  %new69.i = getelementptr i8, ptr %slots, i64 104
+  %new69.i = getelementptr i8, ptr %slots, i64 120
   %44 = load ptr, ptr %new69.i, align 8
   %45 = load double, ptr %44, align 8
   %add72.i = fadd double %45, 0.000000e+00
@@ -769,7 +774,7 @@ for.cond64.preheader.i:
   %arrayidx71.16.i = getelementptr i8, ptr %44, i64 128
   %61 = load double, ptr %arrayidx71.16.i, align 8
   %add72.16.i = fadd double %add72.15.i, %61
-  %most_new.i = getelementptr i8, ptr %slots, i64 136
+  %most_new.i = getelementptr i8, ptr %slots, i64 152
   %62 = load double, ptr %most_new.i, align 8
   %cmp78151.i = fcmp ogt double %add72.16.i, %62
   br i1 %cmp78151.i, label %for.body83.lr.ph.i, label %cleanup44
@@ -824,7 +829,7 @@ cond.end58.i.3:
   br i1 %niter.ncmp.3, label %for.cond64.preheader.i.loopexit.unr-lcssa, label %for.body53.i
 
 for.body83.lr.ph.i:
-  %used_again87.i = getelementptr i8, ptr %slots, i64 112
+  %used_again87.i = getelementptr i8, ptr %slots, i64 128
   br label %for.body83.i
 
 for.body83.i:
@@ -1157,92 +1162,257 @@ for.inc31:
   br i1 %cmp16, label %for.body19, label %for.cond.cleanup18
 }
 
-define i64 @let_go(ptr %slots, ptr %ids, i64 %count) {
+define i64 @privilege(ptr %slots, ptr %ids, ptr %grants, i64 %num_grants) {
 entry:
-  %cmp40 = icmp sgt i64 %count, 0
-  br i1 %cmp40, label %for.body.lr.ph, label %for.cond.cleanup
+  %add.ptr = getelementptr %struct.grant, ptr %grants, i64 %num_grants
+  %cmp50 = icmp sgt i64 %num_grants, 0
+  br i1 %cmp50, label %for.body.lr.ph, label %for.cond.cleanup
 
 for.body.lr.ph:
+  %privileged9 = getelementptr i8, ptr %slots, i64 48
+  %favoured = getelementptr i8, ptr %slots, i64 72
+  %pinned = getelementptr i8, ptr %slots, i64 80
+  %pinned_until = getelementptr i8, ptr %slots, i64 56
+  br label %for.body
+
+for.cond.cleanup:
+  %privileged.0.lcssa = phi i64 [ 0, %entry ], [ %add, %for.cond.cleanup7 ]
+  ret i64 %privileged.0.lcssa
+
+for.body:
+  %grant.052 = phi ptr [ %grants, %for.body.lr.ph ], [ %incdec.ptr23, %for.cond.cleanup7 ]
+  %privileged.051 = phi i64 [ 0, %for.body.lr.ph ], [ %add, %for.cond.cleanup7 ]
+  %count = getelementptr i8, ptr %grant.052, i64 8
+  %0 = load i64, ptr %count, align 8
+  %cmp648 = icmp sgt i64 %0, 0
+  br i1 %cmp648, label %for.body8.lr.ph, label %for.cond.cleanup7
+
+for.body8.lr.ph:
+  %1 = load i64, ptr %grant.052, align 8
+  %add.ptr1 = getelementptr i64, ptr %ids, i64 %1
+  %favours = getelementptr i8, ptr %grant.052, i64 16
+  %pin_until = getelementptr i8, ptr %grant.052, i64 24
+  br label %for.body8
+
+for.cond.cleanup7:
+  %.lcssa = phi i64 [ %0, %for.body ], [ %16, %for.inc ]
+  %add = add i64 %.lcssa, %privileged.051
+  %incdec.ptr23 = getelementptr i8, ptr %grant.052, i64 32
+  %cmp = icmp ult ptr %incdec.ptr23, %add.ptr
+  br i1 %cmp, label %for.body, label %for.cond.cleanup
+
+for.body8:
+  %id.049 = phi ptr [ %add.ptr1, %for.body8.lr.ph ], [ %incdec.ptr, %for.inc ]
+  %2 = load ptr, ptr %privileged9, align 8
+  %3 = load i64, ptr %id.049, align 8
+  %arrayidx = getelementptr i8, ptr %2, i64 %3
+  store i8 1, ptr %arrayidx, align 1
+  %4 = load i64, ptr %favours, align 8
+  %cmp10 = icmp ne i64 %4, 0
+  %conv11 = zext i1 %cmp10 to i8
+  %5 = load ptr, ptr %favoured, align 8
+  %6 = load i64, ptr %id.049, align 8
+  %arrayidx12 = getelementptr i8, ptr %5, i64 %6
+  store i8 %conv11, ptr %arrayidx12, align 1
+  %7 = load double, ptr %pin_until, align 8
+  %cmp13 = fcmp oge double %7, 0.000000e+00
+  %conv15 = zext i1 %cmp13 to i8
+  %8 = load ptr, ptr %pinned, align 8
+  %9 = load i64, ptr %id.049, align 8
+  %arrayidx16 = getelementptr i8, ptr %8, i64 %9
+  store i8 %conv15, ptr %arrayidx16, align 1
+  %10 = load ptr, ptr %pinned, align 8
+  %11 = load i64, ptr %id.049, align 8
+  %arrayidx18 = getelementptr i8, ptr %10, i64 %11
+  %12 = load i8, ptr %arrayidx18, align 1
+  %tobool.not = icmp eq i8 %12, 0
+  br i1 %tobool.not, label %for.inc, label %if.then
+
+if.then:
+  %13 = load double, ptr %pin_until, align 8
+  %14 = load ptr, ptr %pinned_until, align 8
+  %arrayidx20 = getelementptr double, ptr %14, i64 %11
+  store double %13, ptr %arrayidx20, align 8
+  br label %for.inc
+
+for.inc:
+  %incdec.ptr = getelementptr i8, ptr %id.049, i64 8
+  %15 = load i64, ptr %grant.052, align 8
+  %add.ptr4 = getelementptr i64, ptr %ids, i64 %15
+  %16 = load i64, ptr %count, align 8
+  %add.ptr5 = getelementptr i64, ptr %add.ptr4, i64 %16
+  %cmp6 = icmp ult ptr %incdec.ptr, %add.ptr5
+  br i1 %cmp6, label %for.body8, label %for.cond.cleanup7
+}
+
+define i64 @let_go(ptr %slots, ptr %ids, i64 %count, ptr %by_kind, ptr %counts) {
+entry:
+  %ends = alloca [4 x i64], align 16
+  store i64 0, ptr %counts, align 8
+  %arrayidx.1 = getelementptr i8, ptr %counts, i64 8
+  store i64 0, ptr %arrayidx.1, align 8
+  %arrayidx.2 = getelementptr i8, ptr %counts, i64 16
+  store i64 0, ptr %arrayidx.2, align 8
+  %arrayidx.3 = getelementptr i8, ptr %counts, i64 24
+  store i64 0, ptr %arrayidx.3, align 8
+  %cmp2102 = icmp sgt i64 %count, 0
+  br i1 %cmp2102, label %for.body4.lr.ph, label %lor.lhs.false
+
+for.body4.lr.ph:
   %users = getelementptr i8, ptr %slots, i64 8
   %ready = getelementptr i8, ptr %slots, i64 24
   %keyed = getelementptr i8, ptr %slots, i64 32
   %busy = getelementptr i8, ptr %slots, i64 16
-  %again = getelementptr i8, ptr %slots, i64 48
-  %favoured = getelementptr i8, ptr %slots, i64 56
-  %pinned = getelementptr i8, ptr %slots, i64 64
-  %.pre = load ptr, ptr %users, align 8
-  br label %for.body
+  %pinned.i = getelementptr i8, ptr %slots, i64 80
+  %favoured.i = getelementptr i8, ptr %slots, i64 72
+  %again.i = getelementptr i8, ptr %slots, i64 64
+  br label %for.body4
 
-for.cond.cleanup:
-  %ordinary.0.lcssa = phi i64 [ 1, %entry ], [ %18, %land.end.thread ]
-  ret i64 %ordinary.0.lcssa
+for.cond.cleanup3:
+  %0 = icmp eq i64 %13, 0
+  br i1 %0, label %cleanup, label %lor.lhs.false
 
-for.body:
-  %0 = phi ptr [ %.pre, %for.body.lr.ph ], [ %3, %land.end.thread ]
-  %ordinary.042 = phi i64 [ 1, %for.body.lr.ph ], [ %18, %land.end.thread ]
-  %i.041 = phi i64 [ 0, %for.body.lr.ph ], [ %inc, %land.end.thread ]
-  %arrayidx = getelementptr i64, ptr %ids, i64 %i.041
-  %1 = load i64, ptr %arrayidx, align 8
-  %arrayidx1 = getelementptr i32, ptr %0, i64 %1
-  %2 = load i32, ptr %arrayidx1, align 4
-  %sub = add i32 %2, -1
-  store i32 %sub, ptr %arrayidx1, align 4
-  %3 = load ptr, ptr %users, align 8
-  %arrayidx3 = getelementptr i32, ptr %3, i64 %1
-  %4 = load i32, ptr %arrayidx3, align 4
-  %cmp4 = icmp eq i32 %4, 0
-  br i1 %cmp4, label %land.lhs.true, label %land.end.thread
+for.body4:
+  %i.0104 = phi i64 [ 0, %for.body4.lr.ph ], [ %inc21, %kind_of.exit ]
+  %cached.0103 = phi i64 [ 1, %for.body4.lr.ph ], [ %13, %kind_of.exit ]
+  %arrayidx5 = getelementptr i64, ptr %ids, i64 %i.0104
+  %1 = load i64, ptr %arrayidx5, align 8
+  %2 = load ptr, ptr %users, align 8
+  %arrayidx6 = getelementptr i32, ptr %2, i64 %1
+  %3 = load i32, ptr %arrayidx6, align 4
+  %sub = add i32 %3, -1
+  store i32 %sub, ptr %arrayidx6, align 4
+  %4 = load ptr, ptr %users, align 8
+  %arrayidx8 = getelementptr i32, ptr %4, i64 %1
+  %5 = load i32, ptr %arrayidx8, align 4
+  %cmp9 = icmp eq i32 %5, 0
+  br i1 %cmp9, label %land.lhs.true, label %land.end.thread
 
 land.lhs.true:
-  %5 = load ptr, ptr %ready, align 8
-  %arrayidx5 = getelementptr i8, ptr %5, i64 %1
-  %6 = load i8, ptr %arrayidx5, align 1
-  %tobool.not = icmp eq i8 %6, 0
-  br i1 %tobool.not, label %land.end.thread, label %land.lhs.true6
+  %6 = load ptr, ptr %ready, align 8
+  %arrayidx10 = getelementptr i8, ptr %6, i64 %1
+  %7 = load i8, ptr %arrayidx10, align 1
+  %tobool.not = icmp eq i8 %7, 0
+  br i1 %tobool.not, label %land.end.thread, label %land.lhs.true11
 
-land.lhs.true6:
-  %7 = load ptr, ptr %keyed, align 8
-  %arrayidx7 = getelementptr i8, ptr %7, i64 %1
-  %8 = load i8, ptr %arrayidx7, align 1
-  %tobool9.not = icmp eq i8 %8, 0
-  br i1 %tobool9.not, label %land.end.thread, label %land.lhs.true10
-
-land.lhs.true10:
-  %9 = load ptr, ptr %busy, align 8
-  %arrayidx11 = getelementptr i8, ptr %9, i64 %1
-  %10 = load i8, ptr %arrayidx11, align 1
-  %tobool12.not = icmp eq i8 %10, 0
-  br i1 %tobool12.not, label %land.lhs.true13, label %land.end.thread
-
-land.lhs.true13:
-  %11 = load ptr, ptr %again, align 8
-  %arrayidx14 = getelementptr i8, ptr %11, i64 %1
-  %12 = load i8, ptr %arrayidx14, align 1
-  %tobool15.not = icmp eq i8 %12, 0
-  br i1 %tobool15.not, label %land.lhs.true16, label %land.end.thread
-
-land.lhs.true16:
-  %13 = load ptr, ptr %favoured, align 8
-  %arrayidx17 = getelementptr i8, ptr %13, i64 %1
-  %14 = load i8, ptr %arrayidx17, align 1
-  %tobool18.not = icmp eq i8 %14, 0
-  br i1 %tobool18.not, label %land.end, label %land.end.thread
+land.lhs.true11:
+  %8 = load ptr, ptr %keyed, align 8
+  %arrayidx12 = getelementptr i8, ptr %8, i64 %1
+  %9 = load i8, ptr %arrayidx12, align 1
+  %tobool14.not = icmp eq i8 %9, 0
+  br i1 %tobool14.not, label %land.end.thread, label %land.end
 
 land.end:
-  %15 = load ptr, ptr %pinned, align 8
-  %arrayidx19 = getelementptr i8, ptr %15, i64 %1
-  %16 = load i8, ptr %arrayidx19, align 1
-  %.fr = freeze i8 %16
-  %tobool20.not = icmp eq i8 %.fr, 0
-  %17 = and i64 %ordinary.042, 1
-  %spec.select = select i1 %tobool20.not, i64 %17, i64 0
+  %10 = load ptr, ptr %busy, align 8
+  %arrayidx15 = getelementptr i8, ptr %10, i64 %1
+  %11 = load i8, ptr %arrayidx15, align 1
+  %.fr = freeze i8 %11
+  %tobool16.not = icmp eq i8 %.fr, 0
+  %12 = and i64 %cached.0103, 1
+  %spec.select = select i1 %tobool16.not, i64 %12, i64 0
   br label %land.end.thread
 
 land.end.thread:
-  %18 = phi i64 [ 0, %land.lhs.true16 ], [ 0, %land.lhs.true13 ], [ 0, %land.lhs.true10 ], [ 0, %land.lhs.true6 ], [ 0, %land.lhs.true ], [ 0, %for.body ], [ %spec.select, %land.end ]
-  %inc = add i64 %i.041, 1
-  %exitcond.not = icmp eq i64 %inc, %count
-  br i1 %exitcond.not, label %for.cond.cleanup, label %for.body
+  %13 = phi i64 [ 0, %land.lhs.true11 ], [ 0, %land.lhs.true ], [ 0, %for.body4 ], [ %spec.select, %land.end ]
+  %14 = load ptr, ptr %pinned.i, align 8
+  %arrayidx.i = getelementptr i8, ptr %14, i64 %1
+  %15 = load i8, ptr %arrayidx.i, align 1
+  %tobool.not.i = icmp eq i8 %15, 0
+  br i1 %tobool.not.i, label %if.end.i, label %kind_of.exit
+
+if.end.i:
+  %16 = load ptr, ptr %favoured.i, align 8
+  %arrayidx1.i = getelementptr i8, ptr %16, i64 %1
+  %17 = load i8, ptr %arrayidx1.i, align 1
+  %tobool2.not.i = icmp eq i8 %17, 0
+  br i1 %tobool2.not.i, label %cond.false.i, label %kind_of.exit
+
+cond.false.i:
+  %18 = load ptr, ptr %again.i, align 8
+  %arrayidx3.i = getelementptr i8, ptr %18, i64 %1
+  %19 = load i8, ptr %arrayidx3.i, align 1
+  %conv4.i = zext i8 %19 to i64
+  br label %kind_of.exit
+
+kind_of.exit:
+  %retval.0.i = phi i64 [ 3, %land.end.thread ], [ %conv4.i, %cond.false.i ], [ 2, %if.end.i ]
+  %arrayidx19 = getelementptr i64, ptr %counts, i64 %retval.0.i
+  %20 = load i64, ptr %arrayidx19, align 8
+  %add = add i64 %20, 1
+  store i64 %add, ptr %arrayidx19, align 8
+  %inc21 = add i64 %i.0104, 1
+  %exitcond.not = icmp eq i64 %inc21, %count
+  br i1 %exitcond.not, label %for.cond.cleanup3, label %for.body4
+
+lor.lhs.false:
+  %21 = load i64, ptr %counts, align 8
+  %cmp25 = icmp eq i64 %21, %count
+  br i1 %cmp25, label %cleanup, label %if.end
+
+if.end:
+  call void @llvm.lifetime.start.p0(i64 32, ptr %ends)
+  store i64 0, ptr %ends, align 16
+  %arrayidx34.1 = getelementptr i8, ptr %ends, i64 8
+  store i64 %21, ptr %arrayidx34.1, align 8
+  %22 = load i64, ptr %arrayidx.1, align 8
+  %add39.1 = add i64 %22, %21
+  %arrayidx34.2 = getelementptr i8, ptr %ends, i64 16
+  store i64 %add39.1, ptr %arrayidx34.2, align 16
+  %23 = load i64, ptr %arrayidx.2, align 8
+  %add39.2 = add i64 %23, %add39.1
+  %arrayidx34.3 = getelementptr i8, ptr %ends, i64 24
+  store i64 %add39.2, ptr %arrayidx34.3, align 8
+  br i1 %cmp2102, label %for.body46.lr.ph, label %for.cond.cleanup45
+
+for.body46.lr.ph:
+  %pinned.i87 = getelementptr i8, ptr %slots, i64 80
+  %favoured.i92 = getelementptr i8, ptr %slots, i64 72
+  %again.i96 = getelementptr i8, ptr %slots, i64 64
+  br label %for.body46
+
+for.cond.cleanup45:
+  call void @llvm.lifetime.end.p0(i64 32, ptr %ends)
+  br label %cleanup
+
+for.body46:
+  %i41.0108 = phi i64 [ 0, %for.body46.lr.ph ], [ %inc55, %kind_of.exit99 ]
+  %arrayidx47 = getelementptr i64, ptr %ids, i64 %i41.0108
+  %24 = load i64, ptr %arrayidx47, align 8
+  %25 = load ptr, ptr %pinned.i87, align 8
+  %arrayidx.i88 = getelementptr i8, ptr %25, i64 %24
+  %26 = load i8, ptr %arrayidx.i88, align 1
+  %tobool.not.i89 = icmp eq i8 %26, 0
+  br i1 %tobool.not.i89, label %if.end.i91, label %kind_of.exit99
+
+if.end.i91:
+  %27 = load ptr, ptr %favoured.i92, align 8
+  %arrayidx1.i93 = getelementptr i8, ptr %27, i64 %24
+  %28 = load i8, ptr %arrayidx1.i93, align 1
+  %tobool2.not.i94 = icmp eq i8 %28, 0
+  br i1 %tobool2.not.i94, label %cond.false.i95, label %kind_of.exit99
+
+cond.false.i95:
+  %29 = load ptr, ptr %again.i96, align 8
+  %arrayidx3.i97 = getelementptr i8, ptr %29, i64 %24
+  %30 = load i8, ptr %arrayidx3.i97, align 1
+  %conv4.i98 = zext i8 %30 to i64
+  br label %kind_of.exit99
+
+kind_of.exit99:
+  %retval.0.i90 = phi i64 [ 3, %for.body46 ], [ %conv4.i98, %cond.false.i95 ], [ 2, %if.end.i91 ]
+  %arrayidx51 = getelementptr [4 x i64], ptr %ends, i64 0, i64 %retval.0.i90
+  %31 = load i64, ptr %arrayidx51, align 8
+  %inc52 = add i64 %31, 1
+  store i64 %inc52, ptr %arrayidx51, align 8
+  %arrayidx53 = getelementptr i64, ptr %by_kind, i64 %31
+  store i64 %24, ptr %arrayidx53, align 8
+  %inc55 = add i64 %i41.0108, 1
+  %exitcond112.not = icmp eq i64 %inc55, %count
+  br i1 %exitcond112.not, label %for.cond.cleanup45, label %for.body46
+
+cleanup:
+  %retval.0 = phi i64 [ 2, %for.cond.cleanup45 ], [ 1, %lor.lhs.false ], [ 0, %for.cond.cleanup3 ]
+  ret i64 %retval.0
 }
 
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)

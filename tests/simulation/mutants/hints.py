@@ -20,8 +20,8 @@ HINTS: Final = (
         "pinned slots are in the order of eviction as others are",
         (
             "omni_connector.arena.eviction",
-            "        kinds[pinned] = _PINNED\n",
-            "",
+            "        self.num_pinned += len(slot_ids) if kind == _PINNED else 0\n",
+            "        kind %= _PINNED\n",
         ),
     ),
     mutant(
@@ -47,7 +47,7 @@ HINTS: Final = (
         "a pinned slot that a hand-off takes out of the cache still counts among those in it",
         (
             "omni_connector.arena.eviction",
-            "            self.num_pinned -= count if stamp % _KINDS == _PINNED else 0\n",
+            "            self.num_pinned -= count if stamp % KINDS == _PINNED else 0\n",
             "",
         ),
     ),
@@ -121,6 +121,15 @@ HINTS: Final = (
             "omni_connector.prefix.hints",
             "min(left, left_of_tenant)",
             "left",
+        ),
+    ),
+    mutant(
+        "pins of new blocks never end",
+        "nobody looks for the end of pins of blocks that got their slots without a decision",
+        (
+            "omni_connector.arena.slot_pool",
+            "        self._next_end = min([self._next_end, *(end for end in ends if end >= 0)])\n",
+            "",
         ),
     ),
     mutant(
