@@ -22,6 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from vllm.config import (
     CacheConfig,
@@ -52,6 +54,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from omni_connector.arena.arena import Arena
+from omni_connector.copy.copier import BlockCopy
 from omni_connector.handoff.leases import Handoff, SlotDirectory
 from omni_connector.identity.adapters import version_of
 from omni_connector.identity.epochs import WeightsSaid
@@ -653,6 +656,20 @@ def spoil(prefill: InProcessEngine, page: int) -> None:
     """Change a byte of a page in the last slot of the oldest hand-off, on the first rank."""
     slot = prefill.handoffs[0].slots[-1][-1]
     prefill.arena(0).slots[slot][page * PAGE + 3] ^= 1
+
+
+def lose_loads(decode: InProcessEngine, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, spoil what loads bring of a group."""
+    copier = inspection.copier(decode.worker_half)
+    load = copier.load
+
+    def all_but_the_group(copy: BlockCopy) -> Any:
+        sums = load(copy)
+        if copy.group == group:
+            decode.runner.spoil(np.asarray(copy.block_ids).tolist(), seed=3)
+        return sums
+
+    monkeypatch.setattr(copier, "load", all_but_the_group)
 
 
 def leased(

@@ -4,15 +4,14 @@ follow the one of the state before, and only the next step knows which of them i
 
 import random
 
-import numpy as np
 import pytest
 
 from omni_connector.prefix.saves import PrefixSaves
 from omni_connector.vllm_v1.drafter import goes_on_after
-from tests import inspection, toy, toy_runner
+from tests import toy, toy_runner
 from tests.toy import BLOCK, GROUPS
 
-from .harness import HANDOFF, assert_clean, hand_off, prompt, run
+from .harness import HANDOFF, assert_clean, hand_off, lose_loads, prompt, run
 from .stores import PREFIX, QUESTION, publish
 
 pytestmark = pytest.mark.vllm
@@ -76,16 +75,7 @@ def test_a_hand_off_without_the_state_is_found_out(engine, family, monkeypatch):
     options = options_of(family, 3)
     prefill = drafting(engine("kv_producer", **options), 3)
     decode = drafting(engine("kv_consumer", **options), 3)
-    copier = inspection.copier(decode.worker_half)
-    load, state = copier.load, GROUPS[family].index("state")
-
-    def all_but_the_state(copy):
-        sums = load(copy)
-        if copy.group == state:
-            decode.runner.spoil(np.asarray(copy.block_ids).tolist(), seed=3)
-        return sums
-
-    monkeypatch.setattr(copier, "load", all_but_the_state)
+    lose_loads(decode, GROUPS[family].index("state"), monkeypatch)
     asked = prompt(3 * BLOCK)
     expected = engine(family=target(family)).generate(asked, 6).tokens
     assert hand_off(prefill, decode, asked) != expected

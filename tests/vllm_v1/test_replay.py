@@ -2,16 +2,15 @@
 """Windows that vLLM keeps in no prefix cache (bounded replay): after a prefix hit it computes the
 last window again. A hand-off brings the window, and vLLM computes nothing again."""
 
-import numpy as np
 import pytest
 
 from omni_connector.errors import LayoutError
 from omni_connector.vllm_v1 import compat
 from omni_connector.vllm_v1.connector import OmniKVConnector
-from tests import inspection, toy
+from tests import toy
 from tests.toy import BLOCK, REPLAYED
 
-from .harness import HANDOFF, assert_clean, hand_off, prompt
+from .harness import HANDOFF, assert_clean, hand_off, lose_loads, prompt
 from .stores import PREFIX, QUESTION, landed, publish
 
 pytestmark = [
@@ -81,16 +80,7 @@ def test_a_connector_that_moves_nothing_is_found_out(engine, family):
 @pytest.mark.parametrize("length", [BLOCK, 2 * REPLAYED, 5 * REPLAYED + 7])
 def test_a_hand_off_without_the_window_is_found_out(engine, family, monkeypatch, length):
     prefill, decode = engine("kv_producer", family=family), engine("kv_consumer", family=family)
-    copier = inspection.copier(decode.worker_half)
-    load = copier.load
-
-    def all_but_the_window(copy):
-        sums = load(copy)
-        if copy.group == GROUP[family]:
-            decode.runner.spoil(np.asarray(copy.block_ids).tolist(), seed=3)
-        return sums
-
-    monkeypatch.setattr(copier, "load", all_but_the_window)
+    lose_loads(decode, GROUP[family], monkeypatch)
     asked = prompt(length)
     assert hand_off(prefill, decode, asked) != engine(family=family).generate(asked, 6).tokens
     assert decode.count("handoffs_received") == 1

@@ -2,16 +2,15 @@
 """Circular buffers: a request's one block, in which each position has the place of its number
 modulo the size of that. The next token reads the latest positions there."""
 
-import numpy as np
 import pytest
 
 from omni_connector.errors import LayoutError
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.vllm_v1.specs import require_supported
-from tests import inspection, toy
+from tests import toy
 from tests.toy import BLOCK, RATIO, RING
 
-from .harness import HANDOFF, assert_clean, hand_off, prompt
+from .harness import HANDOFF, assert_clean, hand_off, lose_loads, prompt
 
 pytestmark = pytest.mark.vllm
 
@@ -38,16 +37,7 @@ def test_every_place_of_the_ring_is_handed_off(engine, family, caching):
 def test_a_connector_that_leaves_out_the_ring_is_found_out(engine, family, monkeypatch, length):
     """Only where the next token reads it: not where the prompt ends with a compressed group."""
     prefill, decode = engine("kv_producer", family=family), engine("kv_consumer", family=family)
-    copier = inspection.copier(decode.worker_half)
-    load = copier.load
-
-    def all_but_the_ring(copy):
-        sums = load(copy)
-        if copy.group == GROUP[family]:
-            decode.runner.spoil(np.asarray(copy.block_ids).tolist(), seed=3)
-        return sums
-
-    monkeypatch.setattr(copier, "load", all_but_the_ring)
+    lose_loads(decode, GROUP[family], monkeypatch)
     asked = prompt(length)
     expected = engine(family=family).generate(asked, 6).tokens
     assert (hand_off(prefill, decode, asked) == expected) is ((length - 1) % RATIO == 0)
