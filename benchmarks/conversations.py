@@ -38,7 +38,7 @@ from typing import Any
 import lmcache_server
 import matplotlib as mpl
 import numpy as np
-from serving import NONE, RESULTS, Place, cores, machine
+from serving import NIXL, NONE, RESULTS, Place, cores, machine
 from traces import Turn, dialogues
 
 from omni_connector.cli.engines import Router, running
@@ -50,6 +50,10 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 SHARE, PD, OFFLOADING, LMCACHE = "kv_both, share", "P/D, share", "OffloadingConnector", "LMCache"
+NIXL_PD = "P/D, NixlConnector"
+APART = (PD, NIXL_PD)
+"""Configurations of a prefill and a decode engine."""
+
 OURS = "OmniKVConnector"
 FAMILY, TOKEN_BYTES = "llama", 4096  # 4 layers x 2 heads x 64 x (K, V) x 4 bytes
 BLOCK = 128
@@ -222,7 +226,7 @@ def measure(
     Raises:
         EngineError: an engine did not start.
     """
-    apart = name == PD
+    apart = name in APART
     roles = ("kv_producer", "kv_consumer") if apart else ("kv_both", "kv_both")
     pair = [
         place.engine(f"{number}", None if config is None else {**config, "kv_role": role}, core)
@@ -262,7 +266,9 @@ def configuration(
         "kv_connector": OFFLOADING,
         "kv_connector_extra_config": {"cpu_bytes_to_use": int(each * 2**30)},
     }
-    yield {NONE: None, SHARE: ours, PD: ours, OFFLOADING: offloading}.get(name)
+    nixl = {"kv_connector": NIXL, "kv_buffer_device": "cpu"}
+    configs = {SHARE: ours, PD: ours, OFFLOADING: offloading, NIXL_PD: nixl}
+    yield configs.get(name)
 
 
 def reason(log: Path) -> str:

@@ -246,8 +246,6 @@ def main() -> int:
             for size in BLOCKS
             for unit in (0, UNIT)
         ]
-    # Where answers are repeated, the ends of prompts are of no use.
-    keepings = [each for each in COLUMNS if options.without_thoughts or each != "ends of requests"]
     expected: dict[Template, list[list[int]]] = {each: [] for each in get_args(Template)}
     rows = []
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as runtime:
@@ -256,12 +254,12 @@ def main() -> int:
         for setting in settings:
             counts = [
                 replay(setting, turns, model, expected[setting.template], keeping)
-                for keeping in keepings
+                for keeping in COLUMNS
             ]
             rows.append((setting, counts))
             print(setting, *counts, flush=True)
     name = "prompt_tails" if options.without_thoughts else "partial_tails"
-    write(name, keepings, rows, sessions, most)
+    write(name, rows, sessions, most)
     return 0
 
 
@@ -272,7 +270,8 @@ COLUMNS: Final[dict[Keeping, str]] = {
 }
 
 HEADS: Final[dict[Template, str]] = {
-    "whole": "Each turn repeats the answers token by token.",
+    "whole": "Each turn repeats the answers token by token, so that the ends of prompts are of no "
+    "use; in few slots they take the room of others.",
     "without thoughts": "Each turn leaves out the first half of each answer, as templates do with "
     "thoughts. Counted are hits among the tokens of the prompt before.",
     "thoughts opened": f"The same, and each prompt ends with {len(OPENED)} tokens that open the "
@@ -282,7 +281,6 @@ HEADS: Final[dict[Template, str]] = {
 
 def write(
     name: str,
-    keepings: Sequence[Keeping],
     rows: Sequence[tuple[Setting, list[Counted]]],
     sessions: int,
     turns: int,
@@ -308,9 +306,8 @@ def write(
         lines += [
             head,
             "",
-            f"| blocks | engines | {' | '.join(map(COLUMNS.__getitem__, keepings))} | "
-            "computed tokens |",
-            f"|---|---|{'---:|' * len(keepings)}---:|",
+            f"| blocks | engines | {' | '.join(COLUMNS.values())} | computed tokens |",
+            f"|---|---|{'---:|' * len(COLUMNS)}---:|",
         ]
         for setting, counts in rows:
             if setting.template != template:

@@ -9,7 +9,7 @@ Two loads of vLLM's own load generator:
 
 Two engines behind a round-robin router without a connector, with OmniKVConnector as it is by
 default, and with LMCache's multi-process mode where lmcache is installed; and a prefill and a
-decode engine of OmniKVConnector.
+decode engine of OmniKVConnector, and of NixlConnector where nixl is installed.
 
     python benchmarks/serving_prefixes.py [--quick] [--rounds N]
 
@@ -34,8 +34,18 @@ import lmcache_server
 import matplotlib as mpl
 import numpy as np
 import traces
-from conversations import LMCACHE, PD, SHARE, TOKEN_BYTES, RoundRobin, configuration, sources
-from serving import NONE, RESULTS, Place, cores, machine
+from conversations import (
+    APART,
+    LMCACHE,
+    NIXL_PD,
+    PD,
+    SHARE,
+    TOKEN_BYTES,
+    RoundRobin,
+    configuration,
+    sources,
+)
+from serving import NIXL, NONE, RESULTS, Place, connectors, cores, machine
 
 from omni_connector.cli.engines import running
 from omni_connector.testing.engines import Engine
@@ -232,7 +242,7 @@ def measure(
     place: Place, name: str, config: Mapping[str, Any] | None, workload: Workload
 ) -> Served:
     """One load of one configuration, whose caches are empty before."""
-    apart = name == PD
+    apart = name in APART
     roles = ("kv_producer", "kv_consumer") if apart else ("kv_both", "kv_both")
     pair = [
         place.engine(f"{number}", None if config is None else {**config, "kv_role": role}, core)
@@ -371,14 +381,15 @@ def main() -> int:
     parser.add_argument("--trace-block", type=int, default=512, help="tokens of a block of --trace")
     parser.add_argument("--rate", type=float, default=2.0, help="requests a second that are drawn")
     parser.add_argument("--port", type=int, help="of a server that runs already on this host")
-    parser.add_argument("--configuration", action="append", choices=(SHARE, PD, LMCACHE))
+    parser.add_argument("--configuration", action="append", choices=(SHARE, PD, LMCACHE, NIXL_PD))
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
     quick, output = arguments.quick, arguments.output
     requests = 12 if quick else arguments.requests
     names = [NONE, *(arguments.configuration or (SHARE, PD))]
-    if not quick and not arguments.configuration and lmcache_server.installed():
-        names.append(LMCACHE)
+    if not quick and not arguments.configuration:
+        names += [LMCACHE] if lmcache_server.installed() else []
+        names += [NIXL_PD] if NIXL in connectors() else []
     # Asked to end, stop the engines on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     command = " ".join(["python benchmarks/serving_prefixes.py", *sys.argv[1:]])
