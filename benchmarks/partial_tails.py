@@ -271,7 +271,7 @@ COLUMNS: Final[dict[Keeping, str]] = {
 
 HEADS: Final[dict[Template, str]] = {
     "whole": "Each turn repeats the answers token by token, so that the ends of prompts are of no "
-    "use. In few slots they take the room of others; what is evicted there differs from run to run.",
+    "use. In few slots they take the room of others, and what is evicted differs from run to run.",
     "without thoughts": "Each turn leaves out the first half of each answer, as templates do with "
     "thoughts. Counted are hits among the tokens of the prompt before.",
     "thoughts opened": f"The same, and each prompt ends with {len(OPENED)} tokens that open the "

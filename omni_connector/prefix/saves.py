@@ -60,7 +60,7 @@ _COPY_S: Final = 0.1
 # filled, or when the engine has nothing to compute. Many blocks cost the engine's thread little
 # more than one. Blocks of prompts are more urgent, as the next request may begin with them.
 _MANY_OF_PROMPTS: Final = 64
-_MANY: Final = 96
+_MANY: Final = 64
 _LATEST: Final = 64
 
 # Filled blocks that a step considers: so many, which bounds what it takes, or this part of them if
