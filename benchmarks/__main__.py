@@ -36,6 +36,7 @@ BENCHMARKS = (
     "timeline",
     "serving",
     "serving_prefixes",
+    "acceptance",
     "weight_files",
     "hostile_bytes",
 )

@@ -25,6 +25,7 @@ VLLM = {
     "get_num_skipped_tokens",
     "reload_weights",
     "run_engine_core",
+    "spec_decode_acceptance_test.sh",
     "weight_version",
 }
 """Names of vLLM's that no code of ours uses."""
