@@ -45,7 +45,7 @@ from conversations import (
     configuration,
     sources,
 )
-from serving import NIXL, NONE, RESULTS, Place, connectors, cores, machine
+from serving import NIXL, NIXL_THREADS, NONE, RESULTS, Place, connectors, cores, machine
 
 from omni_connector.cli.engines import running
 from omni_connector.testing.engines import Engine
@@ -317,6 +317,8 @@ def markdown(
         "at the prefill engine. *memory*: what the machine uses more than before the engines "
         "started, at the end of the load.",
     ]
+    if any(NIXL_PD in by_name for by_name in results.values()):
+        lines += ["", NIXL_THREADS]
     for workload in workloads:
         found = results.get(workload.name)
         if found is None:
