@@ -78,7 +78,7 @@ class Load:
         concurrent: how many of them at a time.
         prompt_tokens: of each, in the mean; of drawn prompts.
         answer_tokens: of each.
-        mt_bench: whether the prompts are those of MT-Bench, which `datasets` downloads.
+        mt_bench: whether the prompts are those of MT-Bench, which are downloaded.
     """
 
     prompts: int

@@ -25,7 +25,6 @@ VLLM = {
     "get_num_skipped_tokens",
     "reload_weights",
     "run_engine_core",
-    "spec_decode_acceptance_test.sh",
     "weight_version",
 }
 """Names of vLLM's that no code of ours uses."""
@@ -50,6 +49,7 @@ OTHERS = {
     "params.json": "a file of a model",
     "sd_listen_fds": "a manual page of systemd",
     "sd_notify": "a manual page of systemd",
+    "spec_decode_acceptance_test.sh": "a test in vLLM's repository",
     "su": "a command",
     "tcp_info": "a struct of Linux",
     "u32": "an unsigned integer of 32 bits",
