@@ -49,7 +49,8 @@ _QUIET_S: Final = 700.0
 _TICKS_S: Final = 1.2
 
 _SENT_S: Final = 60.0
-"""Longest time in seconds in which a slow store takes what was computed last."""
+"""Longest time in seconds in which a slow store, or one whose files hang, takes what was computed
+last."""
 
 # Failures, as they are counted, that need something to go wrong.
 _FAULTS: Final = {
@@ -216,9 +217,19 @@ def _settle(cluster: Cluster, plan: Plan, look: Any) -> None:
     while len(cluster.engines) < len(cluster.shapes):
         world.run(lambda: len(cluster.engines) == len(cluster.shapes), world.now + 5.0)
         look()
-    if plan.trouble.get("store_slow"):  # it still gets what was computed last
-        halves = [engine.halves[0] for engine in cluster.engines.values() if engine.halves]
-        world.run(lambda: not any(map(inspection.copies_under_way, halves)), world.now + _SENT_S)
+    if plan.trouble.get("store_slow") or plan.trouble.get("file_hangs"):
+        world.run(lambda: _stores_have_all(cluster), world.now + _SENT_S)
+
+
+def _stores_have_all(cluster: Cluster) -> bool:
+    """Whether stores have what was computed last."""
+    engines = [engine for engine in cluster.engines.values() if engine.halves]
+    return not any(inspection.copies_under_way(engine.halves[0]) for engine in engines) and all(
+        inspection.stored(half)
+        for engine in engines
+        if engine.shape.shares
+        for half in engine.halves[1:]
+    )
 
 
 def _nothing_waits_for_its_time(cluster: Cluster, plan: Plan) -> None:
