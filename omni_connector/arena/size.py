@@ -180,6 +180,10 @@ class ArenaSizing:
 
 
 def _with_sums(slots: int) -> int:
-    """How many slots an arena needs for so many blocks and the sums of their parts; see
-    `part_sums`."""
+    """Slots of an arena that holds some blocks, and the sums of their parts, which lie in slots of
+    their own (`part_sums`).
+
+    Args:
+        slots: those of the blocks.
+    """
     return slots + 1 + slots // 64

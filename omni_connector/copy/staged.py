@@ -461,14 +461,14 @@ class StagedCopier(BlockCopier):
         self, group: int, block_ids: NDArray[np.int64], *, fence: object
     ) -> NDArray[np.uint64]:
         nowhere = np.zeros_like(block_ids)
-        call = self._call(BlockCopy(group, block_ids, _NO_SLOTS, nowhere, True, fence))
+        call = self._call_of_blocks(BlockCopy(group, block_ids, _NO_SLOTS, nowhere, True, fence))
         self._pump(call, None, self._look, lambda call, batch: None)
         return call.sums
 
     def _copy(
         self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
     ) -> NDArray[np.uint64] | None:
-        call = self._call(copy)
+        call = self._call_of_blocks(copy)
         start, end = (self._out, self._land) if saving else (self._in, self._landed)
         return call.sums if self._pump(call, cancelled, start, end) else None
 
@@ -516,21 +516,27 @@ class StagedCopier(BlockCopier):
             self._pinned = _Pinned.none()
             self._lock.release()
 
-    def _call(self, copy: BlockCopy) -> _Call:
-        """A copy of whole slots of ours."""
+    def _call(
+        self,
+        copy: BlockCopy,
+        on_device: GroupOnDevice,
+        taken: tuple[_Taken, ...],
+        hashed: tuple[int, int],
+        *,
+        device_hashes: bool = False,
+    ) -> _Call:
+        slots = _as_tensor(copy.slots)
+        sums = np.zeros(len(copy.block_ids), np.uint64)
+        return _Call(copy, on_device, taken, hashed, slots, sums, device_hashes)
+
+    def _call_of_blocks(self, copy: BlockCopy) -> _Call:
+        """A copy of all pages of blocks."""
         on_device = self._groups[copy.group]
         size = on_device.row_bytes
         whole = copy.checksum and copy.states is None
         device_hashes = whole and self._stream.can_hash(size)
-        return _Call(
-            copy,
-            on_device,
-            (_Taken(0, 0, size),),
-            (0, size),
-            _as_tensor(copy.slots),
-            np.zeros(len(copy.block_ids), np.uint64),
-            device_hashes,
-        )
+        taken = (_Taken(0, 0, size),)
+        return self._call(copy, on_device, taken, (0, size), device_hashes=device_hashes)
 
     def _call_of_slots(
         self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int
@@ -542,15 +548,8 @@ class StagedCopier(BlockCopier):
         on_device = self._with_pages(copy.group, runs, length)
         if on_device is None or not self._rows_at_once(on_device):
             return None
-        call = _Call(
-            copy,
-            on_device,
-            (_Taken(0, 0, length),),
-            (0, length),
-            _as_tensor(copy.slots),
-            np.zeros(len(copy.block_ids), np.uint64),
-            True,
-        )
+        taken = (_Taken(0, 0, length),)
+        call = self._call(copy, on_device, taken, (0, length), device_hashes=True)
         return None if self._pieces(call, copy.slot_ids) is None else call
 
     def _call_of_pages(
@@ -571,15 +570,7 @@ class StagedCopier(BlockCopier):
             states = begin(len(copy.block_ids), length) if states is None else states
         elif states is not None:
             return None
-        return _Call(
-            replace(copy, states=states),
-            on_device,
-            tuple(taken),
-            hashed,
-            _as_tensor(copy.slots),
-            np.zeros(len(copy.block_ids), np.uint64),
-            False,
-        )
+        return self._call(replace(copy, states=states), on_device, tuple(taken), hashed)
 
     def _make_pages(
         self, group: int, runs: tuple[PageRun, ...], length: int | None

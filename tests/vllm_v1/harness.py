@@ -652,6 +652,30 @@ def hand_off(
     return decode.generate(prompt, count, params=answer).tokens
 
 
+def require_right_handoffs(
+    prefill: InProcessEngine,
+    decode: InProcessEngine,
+    reference: InProcessEngine,
+    lengths: Sequence[int],
+    *,
+    loads_all: bool = True,
+) -> None:
+    """Hand off a prompt of each length to an engine that has received none. Raise AssertionError
+    unless it answers as `reference` does, and nothing fails or is left behind.
+
+    Args:
+        loads_all: whether every prompt has blocks to load.
+    """
+    for length in lengths:
+        asked = prompt(length)
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
+    if loads_all:
+        assert decode.count("handoffs_received") == len(lengths)
+    assert not prefill.failures()
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
 def spoil(prefill: InProcessEngine, page: int) -> None:
     """Change a byte of a page in the last slot of the oldest hand-off, on the first rank."""
     slot = prefill.handoffs[0].slots[-1][-1]

@@ -16,7 +16,16 @@ from omni_connector.vllm_v1 import assembly
 from tests import inspection
 from tests.toy import BLOCK, LAYERS
 
-from .harness import HANDOFF, assert_clean, hand_off, leased, prompt, run, wait
+from .harness import (
+    HANDOFF,
+    assert_clean,
+    hand_off,
+    leased,
+    prompt,
+    require_right_handoffs,
+    run,
+    wait,
+)
 from .stores import MASTER, PREFIX, QUESTION, landed
 from .test_host_prefix import neighbours, publish, sharer  # noqa: F401 - a fixture
 from .test_stripes import LENGTHS, arena_bytes, other_stripe, published
@@ -59,12 +68,7 @@ def test_every_rank_gets_the_bytes_of_a_handoff(engine, family, ranks):
     reference = engine(family=family)
     heads = 4 if "more" in family else 2
     assert stripes(prefill) == max(1, ranks[0] // heads)
-    for length in LENGTHS:
-        asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
-    assert decode.count("handoffs_received") == len(LENGTHS)
-    assert not decode.failures()
-    assert_clean(prefill, decode)
+    require_right_handoffs(prefill, decode, reference, LENGTHS)
 
 
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
@@ -73,12 +77,7 @@ def test_blocks_of_another_size_are_made_of_slots_of_several_ranks(engine, ranks
     prefill = engine("kv_producer", ranks=ranks[0], block_size=sizes[0])
     decode = engine("kv_consumer", ranks=ranks[1], block_size=sizes[1])
     reference = engine(block_size=sizes[1])
-    for length in LENGTHS:
-        asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
-    assert decode.count("handoffs_received") == len(LENGTHS)
-    assert not decode.failures()
-    assert_clean(prefill, decode)
+    require_right_handoffs(prefill, decode, reference, LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -98,12 +97,7 @@ def test_ranks_that_hold_the_same_of_every_group_share_a_copy(engine, family, ra
     prefill, decode = (engine(role, **options) for role in ("kv_producer", "kv_consumer"))
     assert stripes(prefill) == found
     reference = engine(family=family)
-    for length in LENGTHS:
-        asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
-    assert decode.count("handoffs_received") == len(LENGTHS)
-    assert not decode.failures()
-    assert_clean(prefill, decode)
+    require_right_handoffs(prefill, decode, reference, LENGTHS)
 
 
 @pytest.mark.parametrize("ranks", [(8, 8), (8, 4), (8, 2), (2, 8)], ids=str)

@@ -18,7 +18,7 @@ from omni_connector.vllm_v1 import connector
 from tests import inspection
 from tests.toy import BLOCK, FAMILIES, LAYERS, WINDOW
 
-from .harness import HANDOFF, assert_clean, hand_off, prompt, run, spoil
+from .harness import HANDOFF, assert_clean, hand_off, prompt, require_right_handoffs, run, spoil
 from .stores import PREFIX, QUESTION, landed
 from .test_host_prefix import publish, sharer  # noqa: F401 - a fixture
 from .test_layers import announce, drain
@@ -44,17 +44,12 @@ def splits(family: str) -> list[str]:
 CASES = [(family, split) for family in FAMILIES for split in splits(family)]
 
 
-def require_right_handoffs(prefill, decode, reference, family):
-    """Hand prompts off; raise AssertionError unless the answers are those of `reference`, by KV
-    that was loaded."""
-    for length in LENGTHS:
-        asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
-    if family in ALL_TO_LOAD:
+def require_loaded(prefill, decode, reference, family):
+    """The same as `require_right_handoffs`, of all tokens that the next one reads."""
+    to_load = family in ALL_TO_LOAD
+    require_right_handoffs(prefill, decode, reference, LENGTHS, loads_all=to_load)
+    if to_load:
         assert decode.count("tokens_loaded") == sum(LENGTHS) - len(LENGTHS)
-    assert not prefill.failures()
-    assert not decode.failures()
-    assert_clean(prefill, decode)
 
 
 @pytest.mark.parametrize(("family", "split"), CASES)
@@ -63,7 +58,7 @@ def test_tokens_are_those_of_a_single_engine(engine, family, split, ranks):
     options = {"family": family, "ranks": ranks, "stages": SPLITS[split]}
     reference = engine(family=family, ranks=ranks)
     prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
-    require_right_handoffs(prefill, decode, reference, family)
+    require_loaded(prefill, decode, reference, family)
 
 
 @pytest.mark.parametrize("family", ["full", HYBRID])
@@ -120,7 +115,7 @@ def test_engines_with_other_stages_read_each_other_by_layer(engine, family, thei
     reference = engine(family=family)
     prefill = engine("kv_producer", family=family, stages=theirs)
     decode = engine("kv_consumer", family=family, stages=ours)
-    require_right_handoffs(prefill, decode, reference, family)
+    require_loaded(prefill, decode, reference, family)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +133,7 @@ def test_other_stages_ranks_and_blocks_at_once(engine, family, sizes, ranks, way
         )
     )
     reference = engine(family=family, block_size=sizes[1])
-    for length in LENGTHS:
-        asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
-    assert decode.count("handoffs_received") == len(LENGTHS)
-    assert not decode.failures()
-    assert_clean(prefill, decode)
+    require_right_handoffs(prefill, decode, reference, LENGTHS)
 
 
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
@@ -154,12 +144,7 @@ def test_states_of_other_stages_and_blocks(engine, sizes, stages):
         for role, split, size in zip(("kv_producer", "kv_consumer"), stages, sizes, strict=True)
     )
     reference = engine(block_size=sizes[1], family=HYBRID)
-    for length in LENGTHS:
-        asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
-    assert decode.count("handoffs_received") == len(LENGTHS)
-    assert not decode.failures()
-    assert_clean(prefill, decode)
+    require_right_handoffs(prefill, decode, reference, LENGTHS)
 
 
 @pytest.mark.parametrize("theirs", [(1,), ()], ids=["to one", "to two"])
@@ -490,7 +475,7 @@ def test_parts_of_slots_are_read_alone(engine, parts, family, theirs, ours):
     reference = engine(family=family)
     prefill = engine("kv_producer", family=family, stages=theirs)
     decode = engine("kv_consumer", family=family, stages=ours)
-    require_right_handoffs(prefill, decode, reference, family)
+    require_loaded(prefill, decode, reference, family)
     assert not decode.failures()
 
 

@@ -20,7 +20,16 @@ from tests import inspection
 from tests.toy import BLOCK
 from tests.toy_runner import WrongBytes
 
-from .harness import HANDOFF, assert_clean, hand_off, leased, prompt, run, wait
+from .harness import (
+    HANDOFF,
+    assert_clean,
+    hand_off,
+    leased,
+    prompt,
+    require_right_handoffs,
+    run,
+    wait,
+)
 from .stores import PREFIX, QUESTION
 from .test_host_prefix import neighbours, publish, sharer  # noqa: F401 - a fixture
 
@@ -89,12 +98,7 @@ def test_all_groups_must_be_the_same_on_all_ranks(engine, family, stripes, stage
     prefill, decode = (engine(role, **options) for role in ("kv_producer", "kv_consumer"))
     assert inspection.compatibility(prefill.half).num_stripes == stripes
     reference = engine(family=family)
-    for length in LENGTHS:
-        asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
-    assert decode.count("handoffs_received") == len(LENGTHS)
-    assert not decode.failures()
-    assert_clean(prefill, decode)
+    require_right_handoffs(prefill, decode, reference, LENGTHS)
 
 
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
@@ -103,12 +107,7 @@ def test_blocks_of_another_size_are_made_of_slots_of_several_ranks(engine, ranks
     prefill = engine("kv_producer", ranks=ranks[0], block_size=sizes[0], **LATENT)
     decode = engine("kv_consumer", ranks=ranks[1], block_size=sizes[1], **LATENT)
     reference = engine(block_size=sizes[1], **LATENT)
-    for length in LENGTHS:
-        asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
-    assert decode.count("handoffs_received") == len(LENGTHS)
-    assert not decode.failures()
-    assert_clean(prefill, decode)
+    require_right_handoffs(prefill, decode, reference, LENGTHS)
 
 
 def other_stripe(monkeypatch):
