@@ -14,7 +14,7 @@ help:
 	@echo "make test-unit  only the tests that need no vLLM"
 	@echo "make test-matrix  the tests that need vLLM, with every supported version of it"
 	@echo "scripts/as_cpu.sh avx2 make test  the same as on a CPU without AVX-512 and AMX"
-	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make lint       ruff, mypy, import-linter, and whether docs/models.md is up to date"
 	@echo "make simulate SEEDS=0:10000  explore orders; the result goes to benchmarks/results"
 	@echo "make mutants    how soon the simulation finds small faults; the table goes to benchmarks/results"
 	@echo "make mutants-sample  which of 300 mutants that a library makes no check finds; takes hours"
@@ -33,6 +33,7 @@ demo: setup
 
 lint: style
 	$(BIN)/mypy
+	$(BIN)/python -m tests.support_table --check
 
 style: setup
 	$(BIN)/ruff check .
