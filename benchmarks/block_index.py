@@ -254,6 +254,7 @@ def markdown(results: dict[str, Any], command: str) -> str:
         pairs = [*zip(*measured, strict=True), tuple(map(sum, measured))]
         cells = " | ".join(f"{full:.1f} ({later:.1f})" for full, later in pairs)
         lines.append(f"| {slots:,} | {cells} |")
+    lines += ["", "![Time of a look-up by peers](block_index.png)"]
     return "\n".join([*lines, ""])
 
 

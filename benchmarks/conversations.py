@@ -326,6 +326,7 @@ def markdown(
     wrong = [f"- {name}: {each}" for name, found in results.items() for each in found.wrong]
     if wrong:
         lines += ["", "## Wrong", "", *wrong[:50]]
+    lines += ["", "![Time to the first token](conversations.png)"]
     return "\n".join([*lines, ""])
 
 

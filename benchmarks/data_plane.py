@@ -334,6 +334,7 @@ def markdown(rows: list[dict[str, Any]], command: str, repeats: int) -> str:
             for row in rows
             if row["kind"] == kind
         ]
+    lines += ["", "![Ratios by page size](data_plane.png)"]
     return "\n".join([*lines, ""])
 
 

@@ -155,6 +155,7 @@ def markdown(
     ]
     for slots, times in costs.items():
         lines.append(f"| {slots:,} | " + " | ".join(f"{each:.2f}" for each in times) + " |")
+    lines += ["", "![Hits by policy](eviction.png)"]
     return "\n".join(lines) + "\n"
 
 

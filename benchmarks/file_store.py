@@ -188,6 +188,7 @@ def markdown(results: dict[str, dict[str, list[float]]], nbytes: dict[str, int],
         "block, by this engine or another, takes what a direct read takes over a cached one. A",
         "direct write takes longer.",
     ]
+    lines += ["", "![GB/s of the store and of plain files](file_store.png)"]
     return "\n".join([*lines, ""])
 
 

@@ -241,6 +241,7 @@ def markdown(
     repeats: int,
     title: str = "Hand-off between two vLLM engines",
     where: str = "on the prefill engine",
+    picture: str = "![What a hand-off costs, in copies of its bytes](handoff.png)",
 ) -> str:
     """The table. `where` says where the KV is when a prompt is *remote*."""
     lines = [
@@ -261,7 +262,7 @@ def markdown(
         lines += ["| tokens | MiB | remote | local | cost | memcpy | ratio |"]
         lines += ["|---:|---:|---:|---:|---:|---:|---:|"]
         lines += [summary(tokens, samples) for tokens, samples in by_length.items()]
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", picture, ""])
 
 
 def plot(

@@ -131,7 +131,12 @@ def main() -> None:
             results[name] = measure(name, model, Path(folder), lengths, repeats, memcpy)
             # Written after each connector, so that a run cut short leaves what it measured.
             text = handoff.markdown(
-                results, command, repeats, title, "in the arena of another engine"
+                results,
+                command,
+                repeats,
+                title,
+                "in the arena of another engine",
+                "![What a hit costs, in copies of its bytes](host_prefix.png)",
             )
             (arguments.output / "host_prefix.md").write_text(text)
             handoff.plot(results, arguments.output / "host_prefix.png", "a hit", target=1.2)

@@ -319,6 +319,7 @@ def markdown(results: dict[str, Any], command: str) -> str:
     for tokens, start in results["first"].items():
         fields = ("sender_own", "sender_shared", "receiver_own", "receiver_mapped")
         lines.append(f"| {tokens} | {' | '.join(f'{start[each]:.2f}' for each in fields)} |")
+    lines += ["", "![Time of an object](objects.png)"]
     return "\n".join([*lines, ""])
 
 

@@ -393,6 +393,7 @@ def markdown(results: dict[tuple[str, Scene], Times], command: str, steps: int) 
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     lines += [row(*key, times) for key, times in results.items()]
+    lines += ["", "![Both halves by number of running requests](scheduler_step.png)"]
     return "\n".join([*lines, ""])
 
 

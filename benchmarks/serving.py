@@ -384,6 +384,7 @@ def markdown(results: Results, about: str, requests: Mapping[int, int]) -> str:
                 f"| {each.first_token:.0f} | {each.first_token_ratio:.2f} "
                 f"| {each.first_token_p99:.0f} | {remote} |"
             )
+    lines += ["", "![Requests a second and time to the first token](serving.png)"]
     return "\n".join([*lines, ""])
 
 

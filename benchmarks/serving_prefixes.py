@@ -325,6 +325,7 @@ def markdown(
             continue
         lines += ["", f"## `{workload.name}`", "", f"{workload}.", "", *HEADER]
         lines += [row(name, each, found[NONE]) for name, each in found.items()]
+    lines += ["", "![Time to the first token](serving_prefixes.png)"]
     return "\n".join([*lines, ""])
 
 

@@ -99,6 +99,7 @@ def markdown(times: Times, about: str) -> str:
         "",
         f"Target, in a full arena: {TARGET}.",
     ]
+    lines += ["", "![Ratios in the order of the prompts](share_cost.png)"]
     return "\n".join([*lines, ""])
 
 

@@ -274,6 +274,7 @@ def markdown(results: dict[str, Any], command: str) -> str:
         *head,
         *rows_of(results["blocks"]),
     ]
+    lines += ["", "![Ratios to Mooncake's own calls](store.png)"]
     return "\n".join([*lines, ""])
 
 

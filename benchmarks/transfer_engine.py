@@ -213,6 +213,7 @@ def markdown(
             f"| {tokens} | {size} | {cost:.1f} | {plain:.1f} | {ratio:.2f} | {undisturbed:.1f} "
             f"| {cost / undisturbed:.2f} | {len(each)} |"
         )
+    lines += ["", "![Fetches beside plain reads](transfer_engine.png)"]
     return "\n".join([*lines, ""])
 
 

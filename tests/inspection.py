@@ -5,11 +5,14 @@ Harnesses and tests that have to see, or change, what no public name tells ask h
 connector's private names stand in one place. Nothing here is needed to use the connector.
 """
 
+import copy
 import hashlib
 import mmap
 from collections.abc import Callable, Generator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from omni_connector.identity.epochs import RankWeights, WeightsDigest
 
@@ -53,6 +56,19 @@ def compatibility(scheduler: "OmniScheduler") -> "CompatibilityKey":
 def learn(scheduler: "OmniScheduler", **fields: Any) -> None:
     """Have an engine tell prefill engines other things of itself from now on."""
     scheduler._channel.learn(**fields)
+
+
+def say(scheduler: "OmniScheduler", **fields: Any) -> None:
+    """Have an engine tell decode engines other things of its slots from now on, even what no engine
+    can have."""
+    server = scheduler._channel._server
+    assert server is not None
+    told = copy.copy(server._handshake_reply)
+    key = copy.copy(told.compatibility)
+    for name, value in fields.items():
+        msgspec.structs.force_setattr(key, name, value)
+    msgspec.structs.force_setattr(told, "compatibility", key)
+    server._handshake_reply = told
 
 
 def offers_shared(scheduler: "OmniScheduler", request_id: str) -> bool:

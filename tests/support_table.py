@@ -125,8 +125,8 @@ requests within blocks are not shared |
 
 A prefill engine may have no drafter where the decode engine has one, or the other way round. `make
 test` shows both with real engines and EAGLE, EAGLE-3, MTP and a draft model, and every page of the
-drafter with vLLM's scheduler and a made-up model. How many drafts are accepted after a hand-off, and
-by an engine that computes the prompt, stands [here](../benchmarks/results/acceptance.md).
+drafter with vLLM's scheduler and a made-up model. How many drafts are accepted after a hand-off,
+and by an engine that computes the prompt, stands [here](../benchmarks/results/acceptance.md).
 
 | | |
 | --- | --- |

@@ -152,12 +152,11 @@ def test_a_transport_that_is_misspelt(make: Make, extra: dict[str, Any], told: s
         make(**extra)
 
 
-def test_a_parallel_layout_that_is_refused(
-    make: Make, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("setting", ["decode", "prefill"])
+def test_context_parallelism_is_refused_by_its_setting(make: Make, setting: str) -> None:
     made = make()
-    made.parallel_config.decode_context_parallel_size = 2
-    with pytest.raises(ConfigError, match="decode_context_parallel_size is 2"):
+    setattr(made.parallel_config, f"{setting}_context_parallel_size", 2)
+    with pytest.raises(ConfigError, match=f"{setting}_context_parallel_size is 2"):
         startup.check_engine_config(made)
 
 
