@@ -172,6 +172,7 @@ class HostBlocks:
         stats: counts blocks that are not kept.
 
     Attributes:
+        num_slots: of this engine's arenas.
         keeping: the jobs under way that save blocks, by number.
     """
 
@@ -200,7 +201,8 @@ class HostBlocks:
         self._num_groups = len(groups)
         self._set_key_prefix(key_prefix)
         self._load_timeout = load_timeout
-        self._max_busy = max(1, len(pool.generation) // _BUSY_PART)
+        self.num_slots = len(pool.generation)
+        self._max_busy = max(1, self.num_slots // _BUSY_PART)
         self._block_sizes = [shape.block_size for shape in groups]
         self.keeping: dict[int, KeepSpec] = {}
         # Finished requests: the jobs that may still save their blocks, and the tags of the blocks,

@@ -2,8 +2,9 @@
 """Saves of the blocks that a step fills, to the own arena and to the store.
 
 Copies under way hold their blocks (see `CopyLedger`), at most a quarter of the engine's blocks.
-Further blocks are dropped. If a hint asks for them in the arena, they wait. A waiting block is not
-held: it is copied later if vLLM still finds it by its hash.
+Further blocks wait until copies have ended. A waiting block is not held: it is copied later if vLLM
+still finds it by its hash. Beside a drafter with a KV cache only blocks wait that a hint asks for,
+as the hash does not cover all that they were computed from; others are dropped.
 """
 
 from collections import deque
@@ -308,17 +309,37 @@ class PrefixSaves:
         steps = self._step - self._filled[0].step
         return steps >= _LATEST or (steps >= _FEWER_STEPS and self._clock() >= self._consider_at)
 
-    def _take_filled(self, most: int) -> list[FilledRuns]:
-        """The filled blocks to consider now, `most` at most, those first that filled first."""
+    def _room(self, host: HostBlocks) -> int:
+        """How many filled blocks may be considered so that none is dropped that could wait."""
+        if self._tokens_ahead:
+            return self.num_filled
+        # More blocks than vLLM has are not all in its cache, and more than the arena has slots
+        # would only replace each other there.
+        beyond = self.num_filled - min(self._num_blocks, host.num_slots)
+        return max(beyond, host.room(self._max_held - self.num_held))
+
+    def _take_filled(self, most: int, room: int) -> list[FilledRuns]:
+        """The filled blocks to consider now, those first that filled first.
+
+        Args:
+            most: most blocks.
+            room: most of them that no hint asks for in the arena.
+        """
         columns = [FilledRuns() for _ in self._groups]
         prompts = set[SharedPrompt]()
         left = most
         while left and self._filled:
-            run = self._filled.popleft()
-            if len(run.keys) > left:
-                self._filled.appendleft(run.part(left, None))
-                run = run.part(0, left)
-            count = len(run.keys)
+            run = self._filled[0]
+            count = min(len(run.keys), left)
+            if not run.prompt.hints.keeps_here:
+                count = min(count, room)
+                room -= count
+            if not count:
+                break
+            self._filled.popleft()
+            if count < len(run.keys):
+                self._filled.appendleft(run.part(count, None))
+                run = run.part(0, count)
             left -= count
             self.num_filled -= count
             self._num_considered += count
@@ -345,7 +366,7 @@ class PrefixSaves:
         """Keep blocks that have filled, `most` at most."""
         # Since an earlier step vLLM may have freed blocks, and given them to others.
         unsure = self._filled[0].step != self._step
-        runs = self._take_filled(most)
+        runs = self._take_filled(most, self._room(host))
         # Few blocks of answers are left to the next batch: a batch costs more than what it has.
         self._considering = self._num_of_prompts > 0 or self.num_filled >= self._many
         if self.waiting:

@@ -664,9 +664,9 @@ def under_way(engine):
     return inspection.prefix_saves(engine.half).num_held
 
 
-def brought(sharer, tokens=LONG):
+def brought(sharer, tokens=LONG, **options):
     """How many blocks of a prompt another engine of the host loads."""
-    other = sharer()
+    other = sharer(**options)
     other.generate([*tokens, 5])
     assert not other.failures()
     return other.count("tokens_from_host") // BLOCK
@@ -755,6 +755,42 @@ def test_what_waits_is_void_with_its_weights(small):
     held.open()
     assert_clean(alone)
     assert (kept(alone), pinned(alone), alone.usage) == (0, 0, (0, 0, 0))
+
+
+# With a ring, vLLM does not have the last blocks, behind which no prefix can end.
+@pytest.mark.parametrize("family", [each for each in FAMILIES if "ring" not in each])
+def test_a_prompt_of_more_blocks_than_copies_may_hold_is_kept_wholly(sharer, tokens, family):
+    groups = len(GROUPS[family])
+    alone = sharer(family=family, extra=slots(200), usable_blocks=28 * groups)
+    held = alone.hold(saves=True)
+    request_id = alone.submit([*LONG, 5])
+    alone.run(lambda: alone.done(request_id))
+    assert 0 < under_way(alone) <= (28 * groups + 1) // 4
+    held.open()
+    assert_clean(alone)
+    # The end of the prompt does not wait, as the next step overwrites its state.
+    has_tail = family in ("state and full", "all three")
+    assert alone.count("blocks_dropped") == (groups if has_tail else 0)
+    assert brought(sharer, family=family) == 20
+
+
+def test_new_blocks_that_vllm_evicts_before_their_turn_are_dropped(sharer):
+    alone = sharer(extra=slots(200), usable_blocks=40)
+    held = alone.hold(saves=True)
+    for seed in range(3):
+        request_id = alone.submit(prompt(20 * BLOCK, seed=seed))
+        alone.run(lambda: alone.done(request_id))  # noqa: B023
+    assert under_way(alone) == 10
+    held.open()
+    assert_clean(alone)
+    assert kept(alone) + alone.count("blocks_dropped") == 60
+    assert kept(alone) >= 30  # ten that copies held, and most of what vLLM still has
+
+
+def test_no_more_blocks_wait_than_the_arena_has_slots(sharer):
+    alone = sharer(extra=slots(1))
+    publish(alone, LONG)
+    assert (kept(alone), alone.count("blocks_dropped")) == (1, 18)
 
 
 SHORT = LONG[: 8 * BLOCK]
