@@ -275,10 +275,9 @@ def _memory_nodes() -> str:
     if not cores:
         return "the kernel does not tell; pages lie where they are touched first"
     if len(cores) == 1:
-        text = f"one, number {next(iter(cores))}: nothing is to be placed"
-    else:
-        named = ", ".join(f"{node} with {len(cores[node])} cores" for node in sorted(cores))
-        text = f"{named}: copies and arena of a rank are on the node of its GPU or pinned cores"
+        return "one: nothing is to be placed"
+    named = ", ".join(f"{node} with {len(cores[node])} cores" for node in sorted(cores))
+    text = f"{named}: copies and arena of a rank are on the node of its GPU or pinned cores"
     for process, kib in nodes.of_arenas():
         places = ", ".join(f"{kib[node] / 1024:.0f} MiB on node {node}" for node in sorted(kib))
         text += f"; arena of process {process}: {places or 'no pages yet, or the kernel hides it'}"

@@ -462,6 +462,6 @@ def test_memory_nodes_are_told_with_the_arenas_on_them(monkeypatch: pytest.Monke
 
     arenas = "process 7: 1 MiB on node 0, 2 MiB on node 1; arena of process 8: no pages yet"
     assert "0 with 4 cores, 1 with 8 cores" in told(4, 8)
-    assert "nothing is to be placed" in told(4)
+    assert told(4) == "one: nothing is to be placed"
     assert "does not tell" in told()
     assert arenas in told(4, 8)

@@ -143,6 +143,24 @@ def test_a_layer_that_is_computed_twice_is_copied_anew(engine, by_layer, tokens)
     assert_clean(prefill, decode)
 
 
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_layers_that_a_drafter_computes_several_times_are_copied_at_the_end(
+    engine, by_layer, tokens, drafts
+):
+    """A drafter of k tokens computes its layers k times, which the first step with them shows."""
+    options = {"family": "full with drafter", "drafter": "mtp", "drafts": drafts}
+    prefill, decode = by_layer("kv_producer", **options), engine("kv_consumer", **options)
+    late = []
+    for seed in range(3):
+        asked = prompt(5 * BLOCK - 3, seed)
+        before = prefill.count("bytes_saved") - prefill.count("bytes_saved_early")
+        assert hand_off(prefill, decode, asked) == tokens(asked, 6)
+        late.append(prefill.count("bytes_saved") - prefill.count("bytes_saved_early") - before)
+    assert late == ([0, 0, 0] if drafts == 1 else [0, SIZE, SIZE])
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
 def test_a_forward_pass_that_dies_leaves_no_slot_that_can_be_read(by_layer):
     prefill = by_layer("kv_producer")
     follow = prefill.runner.layer_computed
