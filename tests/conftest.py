@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import functools
 import importlib
 import logging
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from omni_connector.transports import choice
 from omni_connector.transports.mooncake.engine import TransferEngine
 
 from . import early, machine, support_table
@@ -50,6 +52,15 @@ def pytest_collection_finish() -> None:
     """
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def packages_read_once() -> Iterator[None]:
+    """The names of installed transports are read once. Each engine would read the files of all
+    installed packages for 5 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "entry_points", functools.cache(choice.entry_points))
+        yield
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from omni_connector.testing.reference import ROUNDING
 
 from . import vllm_itself
 from .harness import Pair
-from .pool import Pool
+from .pool import Member, Pool
 from .prompts import new_salt, random_prompt
 from .test_speculative_drafters import LENGTHS, MAX_TOKENS, METHODS, Drafting
 
@@ -19,20 +19,32 @@ pytestmark = [
 
 
 def by_method(where: str) -> pytest.MarkDecorator:
-    """All drafters; `where` says which side has one."""
+    """All drafters, one after the other; `where` says which side has one."""
     return pytest.mark.parametrize(
         "method",
         [
             pytest.param(name, marks=pytest.mark.supports(f"{word} on {where} alone", "Llama"))
             for name, (_, word) in METHODS.items()
         ],
+        scope="module",  # the pool cannot hold the engines of all drafters
     )
 
 
-@by_method("the decode side")
-def test_the_decode_engine_alone_drafts(pool: Pool, method: str) -> None:
+@pytest.fixture
+def engines(pool: Pool, method: str) -> tuple[Member, Member]:
+    """One without a drafter, and one with. Both prefill and decode."""
     recipe, _ = METHODS[method]
-    pair = Pair.of(*pool.take(("both", recipe, "a"), (method, recipe, "b")))
+    without, drafts = pool.take(("both", recipe, "a"), (method, recipe, "b"))
+    following = list(METHODS)[list(METHODS).index(method) + 1 :]
+    if following:
+        recipe, _ = METHODS[following[0]]
+        pool.begin(("both", recipe, "a"), (following[0], recipe, "b"))
+    return without, drafts
+
+
+@by_method("the decode side")
+def test_the_decode_engine_alone_drafts(engines: tuple[Member, Member]) -> None:
+    pair = Pair.of(*engines)
     drafting = Drafting(pair)
     drafters = pair.decode_probe.call("draft_layers")[0]
     assert drafters
@@ -50,9 +62,8 @@ def test_the_decode_engine_alone_drafts(pool: Pool, method: str) -> None:
 
 
 @by_method("the decode side")
-def test_a_model_that_has_lost_its_kv_is_noticed(pool: Pool, method: str) -> None:
-    recipe, _ = METHODS[method]
-    pair = Pair.of(*pool.take(("both", recipe, "a"), (method, recipe, "b")))
+def test_a_model_that_has_lost_its_kv_is_noticed(engines: tuple[Member, Member]) -> None:
+    pair = Pair.of(*engines)
     drafting = Drafting(pair)
     prompt = random_prompt(160, 300)
     own = drafting.count(prompt, new_salt())
@@ -68,9 +79,8 @@ def test_a_model_that_has_lost_its_kv_is_noticed(pool: Pool, method: str) -> Non
 
 
 @by_method("the prefill side")
-def test_the_prefill_engine_alone_drafts(pool: Pool, method: str) -> None:
-    recipe, _ = METHODS[method]
-    pair = Pair.of(*pool.take((method, recipe, "a"), ("both", recipe, "b")))
+def test_the_prefill_engine_alone_drafts(engines: tuple[Member, Member]) -> None:
+    pair = Pair.of(*reversed(engines))
     received, failures = pair.received(), pair.failures()
     for number, length in enumerate(LENGTHS.values()):
         prompt = random_prompt(180 + number, length)

@@ -104,8 +104,10 @@ class Drafting:
         return self.pair.count(self.pair.decode_engine, "tokens_from_host")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def method(request: pytest.FixtureRequest) -> str:
+    """Its scope has all tests of one drafter run before those of the next: the pool cannot hold the
+    engines of all drafters."""
     name: str = request.param
     return name
 
