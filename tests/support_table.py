@@ -27,6 +27,20 @@ it are compared with the answers of a decode engine that computes the prompt its
 
 """
 TAIL = """
+## Requests that no row names
+
+| | | shown |
+| --- | --- | --- |
+| images and other inputs beside tokens | their content is part of the prompt, by vLLM's hashes: \
+handed off and shared with the same image at the same place only | with vLLM's requests and in the \
+simulation; no engine with such a model has run |
+| a prompt that ends with an image, of a model whose prompts are cut (windows, states) | not \
+handed off (`multimodal_tail`), as the last token cannot be left out | in process |
+| a session of streamed input (`resumable`) | the decode engine loads the first prompt; a prefill \
+engine hands no session off (`resumable`) | with vLLM's scheduler and a made-up model |
+| answers of reasoning models | kept up to their first thought; `thinking: keep` keeps them whole \
+| with vLLM's scheduler and a made-up model |
+
 ## Engines that differ
 
 Engines that differ in block size, tensor-parallel size, cache layout or attention kernels read each

@@ -99,6 +99,15 @@ class Drafting:
             assert time.monotonic() < deadline, writer.log_tail()
             writer.complete(random_prompt(7, 3), max_tokens=1)  # idle engines tell nothing
 
+    def meet(self, prompt: list[int]) -> None:
+        """Wait until the engines have met."""
+        deadline = time.monotonic() + WAIT_S
+        while not self.from_host():
+            assert time.monotonic() < deadline, self.pair.decode_engine.log_tail()
+            self.pair.decode(prompt, new_salt(), max_tokens=1)
+            self.publish(prompt, salt := new_salt())
+            self.pair.decode(prompt, salt, max_tokens=1)
+
     def from_host(self) -> float:
         """Tokens that the decode engine has found in the other's arena."""
         return self.pair.count(self.pair.decode_engine, "tokens_from_host")
@@ -170,12 +179,7 @@ def test_a_prefix_is_shared_with_the_kv_of_the_drafter(drafting: Drafting, metho
     shared = random_prompt(70, 4 * BLOCK)
     first, salt = [*shared, *random_prompt(71, 30)], new_salt()
     drafting.publish(first, salt)
-    deadline = time.monotonic() + WAIT_S
-    while not drafting.from_host():  # until they have met
-        assert time.monotonic() < deadline, drafting.pair.decode_engine.log_tail()
-        drafting.pair.decode(first, new_salt(), max_tokens=1)
-        drafting.publish(first, meet := new_salt())
-        drafting.pair.decode(first, meet, max_tokens=1)
+    drafting.meet(first)
     # Of the last block the drafter's KV depends on the token after it, which differs here: EAGLE
     # and MTP compute it anew, and a draft model does not need to.
     other = [*shared, (first[4 * BLOCK] + 1) % 500 + 3, *random_prompt(72, 40)]
@@ -187,3 +191,23 @@ def test_a_prefix_is_shared_with_the_kv_of_the_drafter(drafting: Drafting, metho
         found.answer.require_same(own.answer, tolerance=ROUNDING)
         assert found.accepted == own.accepted
         drafting.publish(first, salt := new_salt())
+
+
+@by_method
+def test_a_prefix_that_is_shared_without_the_kv_of_the_drafter_is_noticed(
+    drafting: Drafting,
+) -> None:
+    prompts = [random_prompt(80 + number, 4 * BLOCK + 30) for number in range(2)]
+    drafting.publish(prompts[0], new_salt())
+    drafting.meet(prompts[0])
+    drafting.pair.decode_probe.call("draft_loses", "drafter")
+    own: list[Drafted] = []
+    found: list[Drafted] = []
+    for prompt in prompts:
+        drafting.publish(prompt, salt := new_salt())
+        own.append(drafting.count(prompt, new_salt()))
+        before = drafting.from_host()
+        found.append(drafting.share(prompt, salt))
+        assert drafting.from_host() == before + 4 * BLOCK
+        found[-1].answer.require_same(own[-1].answer, tolerance=ROUNDING)
+    assert sum(each.accepted for each in found) < sum(each.accepted for each in own)
