@@ -122,10 +122,22 @@ def test_a_prefix_that_is_here_is_not_loaded_again(engine, family, shared):
     assert_clean(prefill, decode)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("caching", [True, False], ids=["caching", "uncached"])
-@pytest.mark.parametrize("family", ALL_TO_LOAD)
-def test_many_at_once_where_blocks_are_scarce(engine, family, caching, overlap):
+@pytest.mark.parametrize(
+    ("family", "overlap", "caching"),
+    [
+        pytest.param(
+            family,
+            overlap,
+            (number + overlap) % 2 == 0,
+            id=f"{family}-{'async' if overlap else 'sync'}",
+        )
+        for number, family in enumerate(ALL_TO_LOAD)
+        for overlap in (False, True)
+    ],
+)
+def test_many_at_once_where_blocks_are_scarce(engine, family, overlap, caching):
+    """With and without a prefix cache in turn: each family meets both ways to schedule, and both
+    kinds of caching; and each way to schedule both kinds."""
     options = {
         "family": family,
         "usable_blocks": 14 if family == "window" else 40 if len(FAMILIES[family]) > 1 else 22,
@@ -294,10 +306,22 @@ def test_states_whose_rule_is_not_known_move_between_equal_ranks_only(
         assert "share out states in a way that is not known" in log[-1]
 
 
-@pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (16, 64), (64, 16)], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("caching", [True, False], ids=["caching", "uncached"])
+@pytest.mark.parametrize(
+    ("family", "sizes", "caching"),
+    [
+        pytest.param(
+            family,
+            sizes,
+            (number + place) % 2 == 0,
+            id=f"{family}-{sizes[0]} to {sizes[1]}",
+        )
+        for number, family in enumerate(FAMILIES)
+        for place, sizes in enumerate([(16, 32), (32, 16), (16, 64), (64, 16)])
+    ],
+)
 def test_blocks_of_another_size(engine, family, sizes, caching):
+    """With and without a prefix cache in turn: each family meets all sizes, and both kinds of
+    caching; and each pair of sizes both kinds."""
     options = {"family": family, "prefix_caching": caching}
     prefill = engine("kv_producer", block_size=sizes[0], **options)
     decode = engine("kv_consumer", block_size=sizes[1], **options)
