@@ -6,6 +6,7 @@ answer is compared with that of an engine without connector. What the engines co
 their status files all the while, as it goes with them.
 """
 
+import contextlib
 import http.client
 import itertools
 import random
@@ -13,7 +14,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,6 +113,8 @@ class Rolling:
         log: of the router.
         prompts: what is asked, again and again, each time with another `cache_salt`.
         expected: the answer to each, of `MOST_TOKENS` tokens.
+        rest_s: how long each client rests after an answer while an engine starts, or is waited for
+            in vain, in seconds. A start takes longer beside many requests.
     """
 
     def __init__(
@@ -121,17 +124,20 @@ class Rolling:
         log: Path,
         prompts: Sequence[list[int]],
         expected: Sequence[Answer],
+        rest_s: float = 0.0,
     ) -> None:
         self.outcome = Outcome()  # of the latest run
         self._make = make
         self._runtime = runtime
         self._prompts = prompts
         self._expected = expected
+        self._rest_s = rest_s
         self.engines = {side: [make(side, None) for _ in range(2)] for side in SIDES}
         ports = [[each.port for each in self.engines[side]] for side in SIDES]
         self._router = RouterOfMany(*ports, log)
         self._acted = threading.Event()
         self._ended = threading.Event()
+        self._resting = threading.Event()
         self._lock = threading.Lock()
         self._numbers = itertools.count()  # of the requests that were sent
 
@@ -186,28 +192,34 @@ class Rolling:
                 break
             time.sleep(0.05)
         self.outcome.exits.append(time.monotonic() - began)
-        self._replace(side, number)
-        self.outcome.restarts[side] += 1
-
-    def _replace(self, side: str, number: int) -> None:
-        old = self.engines[side][number]
         old.kill()  # removes what belongs to it
         self.engines[side][number] = new = self._make(side, old.port)
-        new.start()
-        new.wait_ready()
-        self._wait_routed(new)
+        with self._rests():
+            new.start()
+            new.wait_ready()
+            self._wait_routed(new)
+        self.outcome.restarts[side] += 1
 
     def stop_undrained(self, side: str, number: int, timeout: float) -> None:
-        """Have vLLM shut an engine down by its own means alone, as it does on SIGINT, and start
-        another. When a request is lost, or after so many seconds, the server is killed: it may wait
-        for ever for requests that its engine has not answered."""
+        """Have vLLM shut an engine down by its own means alone, as it does on SIGINT. When a
+        request is lost, or after so many seconds, the server is killed: it may wait for ever for
+        requests that its engine has not answered. No other engine is started."""
         engine = self.engines[side][number]
         assert engine.process is not None
         engine.process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + timeout
-        while any(engine.processes()) and not self.outcome.lost and time.monotonic() < deadline:
-            time.sleep(0.1)
-        self._replace(side, number)
+        with self._rests():
+            while any(engine.processes()) and not self.outcome.lost and time.monotonic() < deadline:
+                time.sleep(0.1)
+            engine.kill()
+
+    @contextlib.contextmanager
+    def _rests(self) -> Iterator[None]:
+        self._resting.set()
+        try:
+            yield
+        finally:
+            self._resting.clear()
 
     def _wait_routed(self, engine: Engine) -> None:
         """Until the router sends requests to an engine again: else its side has none left when the
@@ -224,6 +236,8 @@ class Rolling:
             if self._acted.is_set() and number >= requests:
                 return
             self._request(random.Random(f"{self._runtime}/{number}"))
+            if self._resting.is_set():
+                self._ended.wait(self._rest_s)
 
     def _request(self, draw: random.Random) -> None:
         which, tokens = draw.randrange(len(self._prompts)), draw.randint(2, MOST_TOKENS)

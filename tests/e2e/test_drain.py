@@ -18,7 +18,8 @@ from .pool import Pool
 pytestmark = pytest.mark.e2e
 
 CLIENTS = 4
-LEAVES_S = 20.0
+LEAVES_S = 10.0
+REST_S = 0.5
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -45,7 +46,7 @@ def rolling(engine_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iter
         return engine
 
     log = tmp_path_factory.mktemp("rolling") / "router.log"
-    rolling = Rolling(make, runtime, log, prompts, expected)
+    rolling = Rolling(make, runtime, log, prompts, expected, REST_S)
     try:
         rolling.start()
         yield rolling

@@ -22,6 +22,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("unlike")]
 PROMPTS = [prompt_of(300 + length, length) for length in (2, 57, 128, 129, 300, 1200)]
 
 
+def both_ways(one: str, other: str) -> pytest.MarkDecorator:
+    """Have a test run from one engine to another and back, with every other prompt each way: a pair
+    of engines meets each length once. `tests/vllm_v1` has all lengths each way."""
+    ways = [(one, other, PROMPTS[::2]), (other, one, PROMPTS[1::2])]
+    return pytest.mark.parametrize(
+        ("sender", "receiver", "prompts"),
+        [pytest.param(*way, id=f"{way[0]}-{way[1]}") for way in ways],
+    )
+
+
 @dataclass
 class Engines:
     """Engines of one model, each prefilling and decoding."""
@@ -143,49 +153,55 @@ def test_two_ranks_to_two(engines: Engines, sender: str, receiver: str) -> None:
 
 
 @of("replicated")
-@pytest.mark.parametrize(("sender", "receiver"), [("two", "one"), ("one", "two")])
-def test_a_kv_head_that_both_ranks_hold(engines: Engines, sender: str, receiver: str) -> None:
-    for prompt in PROMPTS:
+@both_ways("two", "one")
+def test_a_kv_head_that_both_ranks_hold(
+    engines: Engines, sender: str, receiver: str, prompts: list[list[int]]
+) -> None:
+    for prompt in prompts:
         engines.hand_off(sender, receiver, prompt)
 
 
 @of("replicas")
-@pytest.mark.parametrize(("sender", "receiver"), [("two", "others"), ("others", "two")])
+@both_ways("two", "others")
 def test_a_kv_head_of_which_each_rank_has_a_part_of_the_slots(
-    engines: Engines, sender: str, receiver: str
+    engines: Engines, sender: str, receiver: str, prompts: list[list[int]]
 ) -> None:
     assert "2 ranks each hold the same KV" in engines.members[sender].engine.log.read_text()
-    for prompt in PROMPTS:
+    for prompt in prompts:
         engines.hand_off(sender, receiver, prompt)
 
 
 @of("latent")
 @pytest.mark.supports("TP 2 to TP 1", "DeepSeek V2")
 @pytest.mark.supports("TP 1 to TP 2", "DeepSeek V2")
-@pytest.mark.parametrize(("sender", "receiver"), [("two", "one"), ("one", "two")])
-def test_latents_that_every_rank_holds(engines: Engines, sender: str, receiver: str) -> None:
+@both_ways("two", "one")
+def test_latents_that_every_rank_holds(
+    engines: Engines, sender: str, receiver: str, prompts: list[list[int]]
+) -> None:
     # Answers of one rank with two heads are wrong on this build; see the recipes of the models.
-    for prompt in PROMPTS:
+    for prompt in prompts:
         engines.hand_off(sender, receiver, prompt, compare_answers=False)
 
 
 @of("latents")
 @pytest.mark.supports("TP 2 to TP 2", "DeepSeek V2")
-@pytest.mark.parametrize(("sender", "receiver"), [("two", "others"), ("others", "two")])
+@both_ways("two", "others")
 def test_latents_of_which_each_rank_has_a_part_of_the_slots(
-    engines: Engines, sender: str, receiver: str
+    engines: Engines, sender: str, receiver: str, prompts: list[list[int]]
 ) -> None:
     # As above: with equal KV, this build answers otherwise where it computes the prompt itself.
-    for prompt in PROMPTS:
+    for prompt in prompts:
         engines.hand_off(sender, receiver, prompt, compare_answers=False)
 
 
 @of("states")
 @pytest.mark.supports("TP 2 to TP 1", "LFM2")
 @pytest.mark.supports("TP 1 to TP 2", "LFM2")
-@pytest.mark.parametrize(("sender", "receiver"), [("two", "one"), ("one", "two")])
-def test_states_of_short_convolutions(engines: Engines, sender: str, receiver: str) -> None:
+@both_ways("two", "one")
+def test_states_of_short_convolutions(
+    engines: Engines, sender: str, receiver: str, prompts: list[list[int]]
+) -> None:
     # Without a connector, this build's answers of one rank and of two are further apart than
     # rounding moves those of other models.
-    for prompt in PROMPTS:
+    for prompt in prompts:
         engines.hand_off(sender, receiver, prompt, compare_answers=False)
