@@ -27,13 +27,13 @@ it are compared with the answers of a decode engine that computes the prompt its
 
 """
 TAIL = """
-## Requests that no row names
+## Other requests
 
 | | | shown |
 | --- | --- | --- |
 | images and other inputs beside tokens | their content is part of the prompt, by vLLM's hashes: \
-handed off and shared with the same image at the same place only | with vLLM's requests and in the \
-simulation; no engine with such a model has run |
+handed off and shared with the same image at the same place only | with real engines of Idefics3, \
+with vLLM's requests and in the simulation |
 | a prompt that ends with an image, of a model whose prompts are cut (windows, states) | not \
 handed off (`multimodal_tail`), as the last token cannot be left out | in process |
 | a session of streamed input (`resumable`) | the decode engine loads the first prompt; a prefill \

@@ -76,6 +76,10 @@ class _Recipe:
     one_layer_acts: bool = False
     # Makes another model of the one drawn, given its weights and its configuration.
     derived: Callable[[_Weights, dict[str, Any]], tuple[_Weights, dict[str, Any]]] | None = None
+    # Tokens of its own, from id 3 on; what the tokenizer's settings have besides; and more files.
+    special_tokens: tuple[str, ...] = ()
+    tokenizer_settings: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
     version: int = 1
 
     def keywords(self) -> dict[str, Any]:
@@ -176,6 +180,23 @@ _DEEPSEEK: dict[str, Any] = {
     "moe_intermediate_size": 128,
 }
 
+# A picture has 112 pixels a side: 64 patches, of which four make a token.
+_PICTURE = {"longest_edge": 112}
+_PICTURE_TOKENS = 16
+_VISION: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 112,
+    "patch_size": 14,
+}
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+
 _RECIPES: dict[str, _Recipe] = {
     "llama": _Recipe("LlamaConfig", "LlamaForCausalLM"),
     # Tensor parallel ranks all hold its one KV head.
@@ -265,6 +286,41 @@ _RECIPES: dict[str, _Recipe] = {
             "layer_types": ["conv", "full_attention"] * 2,
         },
     ),
+    # A Llama that sees pictures; vLLM's other models of pictures need torchvision.
+    "idefics3": _Recipe(
+        "Idefics3Config",
+        "Idefics3ForConditionalGeneration",
+        {
+            "text_config": {
+                **_COMMON,
+                "model_type": "llama",
+                "architectures": ["LlamaForCausalLM"],
+            },
+            "vision_config": _VISION,
+            "scale_factor": 2,
+            "image_token_id": 3,
+            "pad_token_id": _COMMON["pad_token_id"],
+            "tie_word_embeddings": False,
+        },
+        without=tuple(_COMMON),
+        special_tokens=(
+            *("<image>", "<fake_token_around_image>"),
+            *("<global-img>", "<end_of_utterance>"),
+        ),
+        tokenizer_settings={"chat_template": _CHAT_TEMPLATE},
+        files={
+            "preprocessor_config.json": {
+                "image_processor_type": "Idefics3ImageProcessor",
+                "do_image_splitting": False,
+                "size": _PICTURE,
+                "max_image_size": _PICTURE,
+            },
+            "processor_config.json": {
+                "processor_class": "Idefics3Processor",
+                "image_seq_len": _PICTURE_TOKENS,
+            },
+        },
+    ),
     # A model, and what drafts for it. vLLM knows some drafters by the names of their folders.
     "llama-drafted": _Recipe("LlamaConfig", "LlamaForCausalLM", **_DRAFTED),
     "eagle-llama": _Recipe("LlamaConfig", "LlamaForCausalLM", **_DRAFTED, derived=_eagle),
@@ -305,7 +361,9 @@ def make_model(family: str, path: Path, *, seed: int = 0) -> Path:
     try:
         scratch.chmod(0o755)
         _write_weights(recipe, scratch, seed)
-        _write_tokenizer(scratch)
+        _write_tokenizer(recipe, scratch)
+        for name, content in recipe.files.items():
+            (scratch / name).write_text(json.dumps(content))
         (scratch / _MADE).write_text(json.dumps(stamp))
         try:
             os.rename(scratch, path)
@@ -366,13 +424,13 @@ def _config(folder: Path) -> Path:
     return folder / "config.json"
 
 
-def _write_tokenizer(folder: Path) -> None:
+def _write_tokenizer(recipe: _Recipe, folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=["<s>", "</s>", "<pad>"],
+        special_tokens=["<s>", "</s>", "<pad>", *recipe.special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -384,5 +442,6 @@ def _write_tokenizer(folder: Path) -> None:
         "eos_token": "</s>",
         "pad_token": "<pad>",
         "model_max_length": _COMMON["max_position_embeddings"],
+        **recipe.tokenizer_settings,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

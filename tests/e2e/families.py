@@ -111,5 +111,7 @@ BY_RECIPE = {family.recipe: family for family in FAMILIES}
 BY_RECIPE["llama-one-kv-head"] = BY_RECIPE["llama"]
 BY_RECIPE["deepseek_v2-two-heads"] = BY_RECIPE["deepseek_v2"]
 BY_RECIPE["llama-fp8-kv"] = BY_RECIPE["llama"]
+# A Llama that sees pictures.
+BY_RECIPE["idefics3"] = BY_RECIPE["llama"]
 # Models that drafters are made for.
 BY_RECIPE["llama-drafted"] = BY_RECIPE["mimo"] = BY_RECIPE["llama"]
