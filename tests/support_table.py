@@ -131,9 +131,10 @@ a state after each draft as vLLM does; so does the simulation.
 | hand-off | yes, between engines that draft equally many tokens (vLLM's states have other shapes \
 with other numbers of drafts, and are refused by name) |
 | MTP of several modules | yes, but for prompts in whose last tokens a block with a state ends |
-| shared prefixes | the states of prompts are shared. A state within an answer is shared if the \
-request still has its block a step later, because vLLM moves it into place after its step. Ends of \
-requests within blocks are not shared |
+| shared prefixes | the states of prompts are shared, and with asynchronous scheduling (vLLM's \
+default) those within answers. Without it, and with MTP of several modules, those within answers \
+are shared whose blocks get a hash of vLLM before it frees them. Ends of requests within blocks \
+are not shared |
 
 ## A drafter on one side only
 

@@ -154,6 +154,7 @@ class ToyRunner:
                 self._groups.append(_Attention(caches, heads_of(group.kv_cache_spec)))
         self._block_sizes = [each.kv_cache_spec.block_size for each in config.kv_cache_groups]
         self._rows: dict[str, _Row] = {}
+        self._batch: list[str] = []  # the requests of the last step
         # States that are not at the end of their block yet: group, block, and where they are.
         self._moves: list[tuple[_State, int, int]] = []
 
@@ -214,6 +215,7 @@ class ToyRunner:
             # A scheduler that runs ahead counts drafts that have turned out wrong since.
             start = min(computed[request_id], len(self._rows[request_id].token_ids) - 1)
             ends[request_id] = start, start + num_tokens
+        self._batch = list(ends)
         batch: list[_Part] = []
         told = self.layer_computed if ends else None
         self.launch(partial(self._compute, ends, batch, by_layer=told is not None))
@@ -333,8 +335,9 @@ class ToyRunner:
         return self.weights
 
     def drafts(self) -> DraftTokenIds:
-        """What is proposed to follow the tokens that were sampled last."""
-        drafts = {request_id: row.drafts for request_id, row in self._rows.items() if row.drafts}
+        """What is proposed to follow the tokens that the last step has sampled."""
+        rows = {each: self._rows[each] for each in self._batch if each in self._rows}
+        drafts = {request_id: row.drafts for request_id, row in rows.items() if row.drafts}
         return DraftTokenIds(list(drafts), [list(each) for each in drafts.values()])
 
     def sampled(self, request_id: str, token_ids: list[int], token: int) -> None:

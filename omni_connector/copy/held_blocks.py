@@ -195,6 +195,10 @@ class CopyLedger:
             pairs = zip(block_ids, copies, strict=True)
             self.block_copies += [(source, each.block_id) for source, each in pairs if each.ref_cnt]
 
+    def is_free(self, block_id: int) -> bool:
+        """Whether neither a request nor a job holds a block."""
+        return self._pool.blocks[block_id].ref_cnt == 0
+
     def blocks_of(self, job_ids: Iterable[int]) -> set[int]:
         """The blocks of these jobs, without the jobs that have ended."""
         jobs = (self._jobs.get(each) for each in job_ids)

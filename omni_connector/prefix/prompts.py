@@ -68,6 +68,9 @@ class SharedPrompt:
     opaque: tuple[tuple[int, int], ...] = ()
     tail: Tail | None = None  # with which the tokens end that are offered; None: with full blocks
     fills_at: int = 0  # number of computed tokens at which its next block fills
+    # Blocks of states that vLLM may free before they are kept: by group and index, as of the last
+    # step that may have filled them.
+    states: dict[tuple[int, int], int] = field(default_factory=dict)
     keeps: int = 0  # jobs that save its blocks to the arena; an estimate
     number: int = 0  # a small one, for `Candidate.prompt`
     answers: bool = False  # what it computes from now on are tokens of its answer

@@ -208,6 +208,7 @@ class PrefixSaves:
         self.alone = alone
         self._tails = tails
         self._states = [g for g, each in enumerate(groups.shapes) if each.attention_type == "last"]
+        self._drafts_states = tokens_a_step > 1 and bool(self._states)
         self._finds = finds
         self._clock = context.clock
         self._stats = context.stats
@@ -269,9 +270,13 @@ class PrefixSaves:
                     has_drafts = request.request_id in drafted
                     in_place = request.num_computed_tokens if has_drafts else end
                     self._save(meta, prompt, end, blocks_of, in_place)
+                if self._drafts_states and end >= prompt.fills_at - self._tokens_ahead:
+                    self._note_states(prompt, end, blocks_of)
                 if self._tails is not None and had is None:
                     self._keep_prompt(meta, prompt, self._tails, blocks_of)
                 lacks = prompt.fills_at - max(end, request.num_tokens)
+                if self._drafts_states:
+                    lacks -= self._tokens_ahead  # to note its states
                 if lacks > 0:  # only tokens of its answer will fill the next block
                     # Answers that began together are looked at in different steps, first and later.
                     if prompt.answers and self._answer_tokens:
@@ -390,8 +395,8 @@ class PrefixSaves:
             unsure: whether vLLM may have evicted some of them.
         """
         if unsure:
-            for whose, each in zip(self._group_ids, runs, strict=True):
-                if each.keys and not all(self._finds(whose, each.block_ids, each.hashes)):
+            for group, each in enumerate(runs):
+                if not all(self._still_there(group, each.block_ids, each.hashes)):
                     return False
         spec = host.keep_new(runs, self._max_held - self.num_held)
         if spec is None:
@@ -663,9 +668,19 @@ class PrefixSaves:
 
     def _there(self, group: int, blocks: FilledBlocks) -> NDArray[np.bool_]:
         """Which of these blocks vLLM's own prefix cache still finds."""
-        whose = self._group_ids[group]
-        there = self._finds(whose, blocks.block_ids.tolist(), blocks.cached_as)
+        there = self._still_there(group, blocks.block_ids.tolist(), blocks.cached_as)
         return np.array(there, bool)
+
+    def _still_there(
+        self, group: int, block_ids: Sequence[int], hashes: Sequence[bytes]
+    ) -> list[bool]:
+        """Which blocks that have filled in an earlier step are unchanged."""
+        there = self._finds(self._group_ids[group], block_ids, hashes)
+        if self._drafts_states and group in self._states:
+            # Another request may have taken one, and with drafts its state follows its hash.
+            pairs = zip(there, block_ids, strict=True)
+            there = [found and self._ledger.is_free(block_id) for found, block_id in pairs]
+        return there
 
     def _keep(
         self,
@@ -755,6 +770,8 @@ class PrefixSaves:
                     blocks = blocks_of(prompt.request.request_id)
                 table = blocks[self._group_ids[g]][first : first + len(filled)]
                 block_ids = [each.block_id for each in table]
+                if has_state and prompt.states:
+                    block_ids = self._with_freed(prompt, g, first, block_ids)
                 if shape.attention_type != "all":
                     finds = partial(self._finds, self._group_ids[g])
                     block_ids = whole_blocks(shape, block_ids, filled, finds)
@@ -770,6 +787,37 @@ class PrefixSaves:
                 self._stats.count("answers_cut")
         prompt.fills_at = filled_at + self._tokens_ahead
         return parts
+
+    def _note_states(self, prompt: SharedPrompt, end: int, blocks_of: BlocksOf) -> None:
+        """Note the blocks of states that may be in place after this step: the next step keeps them,
+        and vLLM frees some of them before.
+
+        Args:
+            end: tokens of the prompt that are computed with this step, drafts included.
+        """
+        blocks = blocks_of(prompt.request.request_id)
+        prompt.states = {}
+        for g in self._states:
+            first = prompt.sent[g]
+            filling = blocks[self._group_ids[g]][first : end // self._groups[g].block_size]
+            for index, block in enumerate(filling, first):
+                if not block.is_null:
+                    prompt.states[g, index] = block.block_id
+
+    def _with_freed(
+        self, prompt: SharedPrompt, group: int, first: int, block_ids: list[int]
+    ) -> list[int]:
+        """Consecutive blocks of states, with those that vLLM has freed since the last step in the
+        place of null blocks.
+
+        A free block keeps its content, and its hash, until vLLM gives it to a request.
+        """
+        found = list(block_ids)
+        for place, block_id in enumerate(block_ids):
+            freed = prompt.states.get((group, first + place))
+            if block_id == NULL_BLOCK_ID and freed is not None and self._ledger.is_free(freed):
+                found[place] = freed
+        return found
 
     def _note(
         self,

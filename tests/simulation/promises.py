@@ -142,7 +142,7 @@ class Promises:
             for end in inspection.prompt_ends(half, request):
                 self._remember(request, wish, inspection.tail(half, request, end))
             if hosts and (wish.prefetch or wish.pin_s):
-                for g, keys in self._newly_looked_at(half, request):
+                for g, keys in self._newly_looked_at(half, request, wish):
                     self._asks(half, request_id, wish, g, keys, now)
         self._nothing_unwanted(names, stored)
         if hosts:
@@ -181,7 +181,9 @@ class Promises:
     def _newly_filled(self, half: Any, request: Any) -> Iterable[tuple[int, list[bytes]]]:
         return _up_to(_filled(half, request), self._filled, half, request)
 
-    def _newly_looked_at(self, half: Any, request: Any) -> Iterable[tuple[int, list[bytes]]]:
+    def _newly_looked_at(
+        self, half: Any, request: Any, wish: Wish
+    ) -> Iterable[tuple[int, list[bytes]]]:
         """The blocks that the engine has looked at in this step, of those that the request has.
 
         A request that begins with a prefix has no blocks before its window, and most blocks of
@@ -195,7 +197,11 @@ class Promises:
                 continue
             end = self._looked_at[request.request_id, g]
             table = tables[inspection.group_id(half, g)][end - len(keys) : end]
-            pairs = zip(keys, table, strict=False)  # fewer of a request that was preempted since
+            pairs = list(zip(keys, table, strict=False))  # fewer of one that was preempted since
+            if self._engine.shape.drafts and wish.pin_s:
+                # A state may be kept whose block vLLM has freed since.
+                freed = [key for key, block in pairs if block.is_null]
+                self._asked.update(inspection.tags_of_blocks(half, g, freed).tolist())
             yield g, [key for key, block in pairs if block.block_hash is not None]
 
     def _remember(self, request: Any, wish: Wish, keys: list[bytes]) -> None:

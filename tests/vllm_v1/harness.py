@@ -476,7 +476,9 @@ class InProcessEngine:
             scheduler_stats = engine_output.scheduler_stats
             if scheduler_stats is not None and scheduler_stats.kv_connector_stats:
                 self._add_stats(scheduler_stats.kv_connector_stats)
-        if self.config.speculative_config is not None:
+        # Where the scheduler runs ahead, the workers know the drafts, and it only counts them.
+        drafts = self.config.speculative_config is not None
+        if drafts and not self.config.scheduler_config.async_scheduling:
             self.scheduler.update_draft_token_ids(self.runner.drafts())
         return True
 

@@ -2,10 +2,13 @@
 """Recurrent states with speculative decoding: a step leaves one after each draft, in blocks that
 follow the one of the state before, and only the next step knows which of them is right."""
 
+import math
 import random
 
 import pytest
 
+from omni_connector.copy.held_blocks import CopyLedger
+from omni_connector.prefix import saves
 from omni_connector.prefix.saves import PrefixSaves
 from omni_connector.vllm_v1.drafter import goes_on_after
 from tests import toy, toy_runner
@@ -157,24 +160,93 @@ def test_with_several_modules_too(sharer, shelf, engine, more):
     assert_clean(first, second)
 
 
-@of_all
-@overlapping
-def test_states_of_answers_with_drafts_are_right_where_they_are_shared(
-    sharer, shelf, engine, family, overlap
-):
-    options = options_of(family, 3, async_scheduling=overlap, instant_copies=True)
-    first, second = (drafting(sharer(**options), 3) for _ in range(2))
-    plain = engine(family=target(family))
-    reached = 0
-    for seed in range(8):
+def answers_shared(first, second, shelf, plain):
+    """Ends of blocks within answers of the first engine, at which a prefix may end; and at how many
+    of them the second finds the state, and goes on right."""
+    unit = math.lcm(*(group.kv_cache_spec.block_size for group in first.kv_config.kv_cache_groups))
+    ends = found = 0
+    for seed in range(6):
         asked = prompt(BLOCK + 5 * seed, seed=seed)
         reply = publish(first, shelf, asked, max_tokens=10 * BLOCK).tokens
-        again = asked + reply + prompt(9, seed=2)
-        before = second.count("tokens_shared")
-        assert second.generate(again, 6).tokens == plain.generate(again, 6).tokens
-        reached += second.count("tokens_shared") - before > len(asked)
-    assert reached > 2
+        assert reply == plain.generate(asked, 10 * BLOCK).tokens
+        known = asked + reply
+        # Each time the second has computed all that comes before, so only the state is missing.
+        for end in range(-(-len(asked) // unit) * unit, len(known) - 5, unit):
+            before = second.count("tokens_shared")
+            answer = second.generate(known[: end + 2], 3).tokens
+            if answer != known[end + 2 : end + 5]:
+                raise WrongState
+            ends += 1
+            found += second.count("tokens_shared") > before
+    return ends, found
+
+
+class WrongState(AssertionError):
+    """An engine goes on otherwise after a state that it has loaded."""
+
+
+@of_all
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_all_states_within_answers_are_shared_where_vllm_runs_ahead(
+    sharer, shelf, engine, family, drafts
+):
+    options = options_of(family, drafts, async_scheduling=True, instant_copies=True)
+    first, second = (drafting(sharer(**options), drafts) for _ in range(2))
+    plain = engine(family=target(family))
+    ends, found = answers_shared(first, second, shelf, plain)
+    assert found == ends > 10
+    assert not second.failures()
     assert_clean(first, second)
+
+
+@of_all
+@pytest.mark.parametrize(("drafts", "least"), [(1, 1.0), (3, 0.6)])
+def test_else_those_to_whose_blocks_vllm_gives_a_hash(sharer, shelf, engine, family, drafts, least):
+    """A state after two drafts or more that are right gets none, unless it is the step's last."""
+    options = options_of(family, drafts, instant_copies=True)
+    first, second = (drafting(sharer(**options), drafts) for _ in range(2))
+    plain = engine(family=target(family))
+    ends, found = answers_shared(first, second, shelf, plain)
+    assert found >= least * ends
+    assert not second.failures()
+    assert_clean(first, second)
+
+
+def wrong_after_many(first, second, plain):
+    """Many answers of the first engine, in which blocks that are freed go to other requests at
+    once: how many differ from those of a plain engine, and after how many parts of them a second
+    engine goes on otherwise."""
+    asked = [prompt(BLOCK + 7 * seed, seed=seed) for seed in range(6)]
+    sent = [first.submit(each, max_tokens=8 * BLOCK) for each in asked]
+    run([first], lambda: first.done(*sent))
+    wrong = 0
+    for each, one in zip(asked, sent, strict=True):
+        known = each + first.answers[one].tokens
+        wrong += known != each + plain.generate(each, 8 * BLOCK).tokens
+        for end in range(-(-len(each) // BLOCK) * BLOCK, len(known) - 5, BLOCK):
+            wrong += second.generate(known[: end + 2], 3).tokens != known[end + 2 : end + 5]
+    return wrong
+
+
+@of_all
+@overlapping
+def test_states_within_many_answers_where_blocks_are_scarce(sharer, shelf, engine, family, overlap):
+    options = options_of(family, 3, async_scheduling=overlap, instant_copies=True)
+    first, second = (drafting(sharer(**options, usable_blocks=n), 3) for n in (70, 200))
+    assert wrong_after_many(first, second, engine(family=target(family))) == 0
+    assert first.preempted
+    assert second.count("tokens_shared")
+    assert_clean(first, second)
+
+
+@pytest.mark.parametrize("family", FAMILIES[:2])
+def test_a_state_whose_block_vllm_has_given_away_is_found_out(sharer, engine, family, monkeypatch):
+    """A control: blocks that vLLM has freed are taken although it has used them anew."""
+    monkeypatch.setattr(CopyLedger, "is_free", lambda self, block_id: True)
+    monkeypatch.setattr(saves, "whole_blocks", lambda shape, block_ids, *_: block_ids)
+    options = options_of(family, 3, instant_copies=True)
+    first, second = (drafting(sharer(**options, usable_blocks=n), 3) for n in (70, 200))
+    assert wrong_after_many(first, second, engine(family=target(family)))
 
 
 @pytest.mark.parametrize("family", FAMILIES[:3])

@@ -75,6 +75,22 @@ FEATURES: Final = (
         ),
     ),
     mutant(
+        "a state is kept where it was",
+        "with drafts the block of a state is kept after vLLM has freed it and used it anew",
+        (
+            "omni_connector.copy.held_blocks",
+            "        return self._pool.blocks[block_id].ref_cnt == 0\n",
+            "        return True\n",
+        ),
+        (
+            "omni_connector.prefix.saves",
+            "                    block_ids = whole_blocks(shape, block_ids, filled, finds)\n",
+            "                    whole = whole_blocks(shape, block_ids, filled, finds)\n"
+            "                    places = zip(whole, block_ids, table, strict=True)\n"
+            "                    block_ids = [a or b * each.is_null for a, b, each in places]\n",
+        ),
+    ),
+    mutant(
         "a shared prefix is said to bring the window",
         "a window that no prefix cache has is not computed again after a load of a prefix",
         (

@@ -273,8 +273,8 @@ HINTS: Final = (
         "blocks whose turn it is are copied although vLLM has given them to others",
         (
             "omni_connector.prefix.saves",
-            "        there = self._finds(whose, blocks.block_ids.tolist(), blocks.cached_as)\n",
-            "        there = [True] * len(blocks)\n",
+            "self._still_there(group, blocks.block_ids.tolist(), blocks.cached_as)",
+            "[True] * len(blocks)",
         ),
     ),
     mutant(
