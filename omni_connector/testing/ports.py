@@ -3,9 +3,11 @@
 
 They lie below the ports that Linux gives to whoever asks for any (32768 and up, see
 `ip_local_port_range`): one of those may belong to somebody's connection by the time that a server
-which starts slowly binds it.
+which starts slowly binds it. While a process lives that was given a port here, no other process is
+given it.
 """
 
+import atexit
 import contextlib
 import random
 import socket
@@ -14,12 +16,15 @@ from typing import Final
 _FIRST: Final = 20_000
 _LAST: Final = 30_000
 
-_given: set[int] = set()
+# Sockets whose names say which ports this process was given. It keeps them open until it ends.
+_claims: Final = contextlib.ExitStack()
+atexit.register(_claims.close)
+
 _draw = random.SystemRandom()  # tests seed the module's generator, each in the same way
 
 
 def free_port() -> int:
-    """Return a port that nobody had a moment ago, and that this process never returned before.
+    """Return a port that nobody had a moment ago, and that no process was given that still lives.
 
     Raises:
         OSError: none of 1,000 ports is free.
@@ -35,12 +40,28 @@ def free_ports(count: int) -> int:
     """
     for _ in range(1000):
         first = _draw.randrange(_FIRST, _LAST - count)
-        ports = range(first, first + count)
-        if not _given.isdisjoint(ports):
-            continue
         with contextlib.suppress(OSError), contextlib.ExitStack() as held:
-            for port in ports:
-                held.enter_context(socket.create_server(("127.0.0.1", port)))
-            _given.update(ports)
+            for port in range(first, first + count):
+                held.enter_context(_claim(port))
+                socket.create_server(("127.0.0.1", port)).close()
+            _claims.enter_context(held.pop_all())
             return first
     raise OSError(f"no {count} ports in a row are free between {_FIRST} and {_LAST}")
+
+
+def _claim(port: int) -> socket.socket:
+    """A socket with a name that says that this process has a port.
+
+    The kernel takes an abstract name away with the last process that holds it. Such names are known
+    in one network namespace, as ports are.
+
+    Raises:
+        OSError: a process has it.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0omni-connector/port/{port}")
+    except OSError:
+        claim.close()
+        raise
+    return claim
