@@ -72,11 +72,12 @@ def test_what_is_passed_on_spoils_nothing(engine, family, length):
 def test_a_connector_that_moves_nothing_is_found_out(engine, family):
     options = {"family": family, "connector": "NoOpConnector"}
     prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
+    reference = engine(family=family)
     for length in LENGTHS[1:]:
         if family == "chunk" and (length - 1) % CHUNK == 0:  # the next token reads nothing
             continue
         asked = prompt(length)
-        assert hand_off(prefill, decode, asked) != engine(family=family).generate(asked, 6).tokens
+        assert hand_off(prefill, decode, asked) != reference.generate(asked, 6).tokens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -276,9 +277,10 @@ PAIRS = [(2, 2), (2, 1), (1, 2), (4, 4), (4, 1), (1, 4), (4, 2), (2, 4)]
 def test_heads_and_states_are_sliced_and_joined(engine, family, ranks):
     prefill = engine("kv_producer", family=family, ranks=ranks[0])
     decode = engine("kv_consumer", family=family, ranks=ranks[1])
+    reference = engine(family=family)
     for length in LENGTHS:
         asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == engine(family=family).generate(asked, 6).tokens
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
     assert decode.count("handoffs_received") == len(LENGTHS)
     assert_clean(prefill, decode)
 
@@ -340,9 +342,10 @@ def test_blocks_of_another_size(engine, family, sizes, caching):
 def test_states_of_engines_that_cache_and_that_do_not(engine, family, caching):
     prefill = engine("kv_producer", family=family, prefix_caching=caching[0])
     decode = engine("kv_consumer", family=family, prefix_caching=caching[1])
+    reference = engine(family=family)
     for length in LENGTHS:
         asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == engine(family=family).generate(asked, 6).tokens
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
     assert not decode.failures()
     assert_clean(prefill, decode)
 

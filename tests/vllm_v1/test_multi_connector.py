@@ -55,9 +55,10 @@ def heard(engine):
 def test_a_child_of_multi_connector_hands_off(engine, family):
     options = {"connector": "MultiConnector", "family": family}
     prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
+    reference = engine(family=family)
     for length in (17, 100):
         asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == engine(family=family).generate(asked, 6).tokens
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
     assert decode.stats.data["counts"]["handoffs_received"] == 2
     assert_clean(prefill, decode)
 

@@ -65,9 +65,10 @@ def test_tokens_are_those_of_a_single_engine(engine, family, split, ranks):
 def test_a_connector_that_moves_nothing_is_found_out(engine, family):
     options = {"family": family, "stages": SPLITS["two"], "connector": "NoOpConnector"}
     prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
+    reference = engine(family=family)
     for length in LENGTHS[1:]:
         asked = prompt(length)
-        assert hand_off(prefill, decode, asked) != engine(family=family).generate(asked, 6).tokens
+        assert hand_off(prefill, decode, asked) != reference.generate(asked, 6).tokens
 
 
 def test_stages_that_are_swapped_are_noticed_by_these_tests(engine, monkeypatch, tokens):
@@ -230,9 +231,10 @@ def test_a_stage_that_is_missing_is_refused_by_its_layers(engine, tokens, log):
 def test_heads_are_sliced_and_joined_in_each_stage(engine, family, ranks):
     prefill = engine("kv_producer", family=family, stages=EVEN, ranks=ranks[0])
     decode = engine("kv_consumer", family=family, stages=EVEN, ranks=ranks[1])
+    reference = engine(family=family)
     for length in LENGTHS:
         asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == engine(family=family).generate(asked, 6).tokens
+        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
     assert decode.count("handoffs_received") == len(LENGTHS)
     assert not decode.failures()
     assert_clean(prefill, decode)
@@ -451,9 +453,10 @@ def test_what_the_runner_does_not_end_in_the_first_stage_is_saved_all_the_same(e
     family = "full" if drafter == "ngram" else "full and drafter"
     options = {"family": family, "stages": (1,), "drafter": drafter, "drafts": 2}
     prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
+    reference = engine(None, **options)
     for length in LENGTHS:
         asked = prompt(length)
-        right = engine(None, **options).generate(asked, 6).tokens
+        right = reference.generate(asked, 6).tokens
         params = prefill.generate(asked, 1, HANDOFF).params
         assert decode.generate(asked, 6, params).tokens == right
     assert decode.count("tokens_loaded") == sum(LENGTHS) - len(LENGTHS)
