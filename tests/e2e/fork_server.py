@@ -30,6 +30,10 @@ from typing import IO
 STACKS = signal.SIGUSR2
 """Has an engine's processes write what their threads are at into its log."""
 
+# Of a terminal or a time-out, to all processes of a test run. The server ends when its user does,
+# so that it can end what it has started.
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 _MESSAGE_BYTES = 1 << 20
 _CLONE_NEWNET = 0x40000000
 _LOADED = (
@@ -82,13 +86,20 @@ class ForkServer:
 
     It ends with `close`, or with this process however that ends, and takes along what it has
     started and still runs.
+
+    Args:
+        log: takes what it writes.
+        environment: on top of this process's.
+        loads: modules that it imports before it starts anything.
     """
 
-    def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, log: Path, environment: Mapping[str, str], loads: Sequence[str] = _LOADED
+    ) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.e2e.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.e2e.fork_server", str(theirs.fileno()), *loads],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -118,6 +129,10 @@ class ForkServer:
             raise RuntimeError(f"the fork server ended with status {self._process.wait(10.0)}")
         return Forked(int(answer), fds[0])
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send the server a signal."""
+        self._process.send_signal(number)
+
     def close(self) -> None:
         """End it, and what it has started. Idempotent."""
         self._socket.close()
@@ -127,20 +142,25 @@ class ForkServer:
 def _serve(connection: socket.socket) -> None:
     started: set[int] = set()
     signal.signal(signal.SIGCHLD, lambda number, frame: _reap(started))
+    for number in _ENDS:
+        signal.signal(number, signal.SIG_IGN)
     while True:
         message, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
         if not message:
-            for group in started.copy():
+            for pid in started.copy():
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(group, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)  # it may have no group yet
+                    os.killpg(pid, signal.SIGKILL)
             return
         request = json.loads(message)
-        # Not reaped before its pidfd is open.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        # A child is not reaped before its pidfd is open, and no signal to it is lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD, *_ENDS])
         pid = os.fork()
         if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            for number in (signal.SIGCHLD, *_ENDS):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python begins with
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD, *_ENDS])
             connection.close()
             if request["host"] is not None:
                 _move_to(request["host"])
@@ -150,7 +170,7 @@ def _serve(connection: socket.socket) -> None:
         socket.send_fds(connection, [str(pid).encode()], [pidfd])
         os.close(pidfd)
         os.close(fds[0])
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD, *_ENDS])
 
 
 def _reap(started: set[int]) -> None:
@@ -192,9 +212,9 @@ def _become(argv: list[str], environment: dict[str, str], log: int) -> None:
 
 
 def main() -> None:
-    """Load what engines load, and serve at the socket that the argument names."""
+    """Serve at the socket that the first argument names, with the modules that the others name."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    for module in _LOADED:
+    for module in sys.argv[2:]:
         importlib.import_module(module)
     get_context = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: get_context("fork")
