@@ -24,7 +24,7 @@ from tests.simulation.plan import (
     has_states,
 )
 from tests.simulation.scenes import hand_off, serve
-from tests.toy import LAYERS, UNDRAFTED
+from tests.toy import LAYERS, STATE_HEADS, UNDRAFTED
 
 _OFTEN: Final = 0.2
 
@@ -655,7 +655,9 @@ def _rings(plan: Plan, draw: random.Random) -> Plan:
         # A page must hold a rank's state.
         size = max(8, each.block_size) if has_states(family) else each.block_size
         blocks = blocks_of(family, size, each.blocks // groups_of(each.family))
-        engines.append(replace(each, family=family, block_size=size, blocks=blocks))
+        ranks = min(each.ranks, STATE_HEADS) if has_states(family) else each.ranks
+        changed = replace(each, family=family, block_size=size, blocks=blocks, ranks=ranks)
+        engines.append(changed)
     plan = replace(plan, engines=tuple(engines))
     # The model of hints takes each group for one whose blocks are kept.
     return _drafts(_unhinted(plan), draw) if draw.random() < 0.5 else _unhinted(plan)
