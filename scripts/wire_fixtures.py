@@ -88,6 +88,7 @@ def compatibility() -> CompatibilityKey:
         weights="w",
         weight_files="f",
         stripes=1,
+        shards=1,
     )
 
 

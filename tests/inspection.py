@@ -291,13 +291,14 @@ def listed(half: "OmniScheduler") -> "tuple[Ints, Ints, Ints]":
 
 
 def key_beginnings(half: "OmniScheduler") -> tuple[bytes, ...]:
-    """Return what the keys of an engine's blocks begin with, one entry for each group."""
+    """Return what the keys of an engine's blocks begin with, one entry for each slot group."""
     from omni_connector.arena.format import header_keys
 
     assert half._shared is not None
     assert half._shared._host is not None
     prefix = half._shared._host._key_prefix
-    return tuple(header_keys(prefix, g, [b""])[0] for g in range(len(half._shared._groups)))
+    numbers = range(len(compatibility(half).slot_groups))
+    return tuple(header_keys(prefix, number, [b""])[0] for number in numbers)
 
 
 def prefix_of_nobody_else(half: "OmniScheduler") -> str | None:
@@ -339,18 +340,24 @@ def group_id(half: "OmniScheduler", group: int) -> int:
 
 
 def tags_of_blocks(half: "OmniScheduler", group: int, keys: list[bytes]) -> "Tags":
-    """Return the tags of blocks of a group."""
-    from omni_connector.arena.block_index import tags_of
+    """Return the tags of blocks of a group, by shard `(shards, blocks)`."""
+    import numpy as np
 
     assert half._shared is not None
     assert half._shared._host is not None
-    return tags_of(half._shared._host._key_prefix, group, keys)
+    return np.atleast_2d(half._shared._host._tags(group, keys))
+
+
+def first_number(half: "OmniScheduler", group: int) -> int:
+    """Return the number of the first slot group of a group."""
+    return compatibility(half).slot_numbers[group].start
 
 
 def in_arena(half: "OmniScheduler", group: int, key: bytes) -> bool:
-    """Whether the arena of an engine has, or will have, a block."""
+    """Whether the arena of an engine has, or will have, a block with all its shards."""
     assert half._directory is not None
-    return len(half._directory.pool.find(group, [key])) > 0
+    pool = half._directory.pool
+    return all(len(pool.find(n, [key])) > 0 for n in compatibility(half).slot_numbers[group])
 
 
 def num_slots(half: "OmniScheduler") -> int:
@@ -383,6 +390,21 @@ def free_for(half: "OmniScheduler", keys: "Sequence[Sequence[bytes | None]]") ->
         slots = pool.find(g, [key for key in group if key is not None])
         own += int((pool.pinned(slots) & pool._order.here(slots)).sum())
     return half._directory.num_slots - half._directory.usage()[0] - pool.num_pinned + own
+
+
+def has_shards(half: "OmniScheduler", keys: "Sequence[Sequence[bytes | None]]") -> bool:
+    """Whether each stripe of the slots has as many that are free, or cached and not pinned, as a
+    hand-off of these blocks takes there."""
+    assert half._directory is not None
+    pool = half._directory.pool
+    groups = compatibility(half).slot_groups
+    stripes = compatibility(half).num_shards
+    there = ((pool._users == 0) & ~pool._busy & ~pool._order.pinned).nonzero()[0] % stripes
+    return all(
+        len(of_group) <= (there == each.stripe).sum()
+        for each, of_group in zip(groups, keys, strict=True)
+        if each.stripe is not None
+    )
 
 
 def free_slots(half: "OmniScheduler") -> int:

@@ -185,9 +185,9 @@ own.
 
 The tensor-parallel ranks of an engine hold the same latents of MLA, and the same pages of its
 indexer. Where a model has fewer KV heads than ranks, several ranks hold the same head: at TP 8
-ranks 0 and 1 hold the first of 4 heads. If several ranks hold the same of all cache groups of a
-model, one copy of each block is kept for them: each of these ranks saves a part of the blocks to
-its arena, and loads from the arenas of all of them. So a token takes as many bytes of arenas at TP
+ranks 0 and 1 hold the first of 4 heads. If several ranks hold the same of a cache group, one copy
+of each of its blocks is kept for them: each of these ranks saves a part of the blocks to its arena,
+and loads from the arenas of all of them. So a token takes as many bytes of arenas at TP
 8 as at TP 1 with MLA, and as at TP 4 with 4 KV heads, and is saved once. A rank then loads what
 another rank has computed of the same head. Stores keep one copy of each group, too.
 
@@ -200,8 +200,11 @@ rank could not read the arenas of the others |
 | fewer KV heads than ranks (GQA, such as Qwen3 with 4 heads at TP 8) | one of each head |
 | groups, or a drafter, with other numbers of KV heads (MiMo-V2-Flash, MLA with a drafter of GQA) \
 | one for the ranks that hold the same of all groups: at TP 8, two ranks with layers of 4 and of 2 \
-heads, and each rank by itself with layers of 4 and of 8 heads |
-| groups beside recurrent states, which all ranks divide (Qwen3-Next, Kimi Linear) | one a rank |
+heads. If each rank has heads of its own in some groups, those are not counted: at TP 8, two ranks \
+with layers of 4 and of 8 heads |
+| attention or MLA beside recurrent states, which all ranks divide (Qwen3-Next, Kimi Linear) | one \
+of each head, or of MLA; each rank keeps its part of the states |
+| the same with pipeline stages, or with KV events of vLLM | one a rank |
 | NVFP4 KV, or layers whose keys and values do not come from vLLM's `QKVParallelLinear` (the \
 Transformers backend, layers that read the KV of others) | one a rank, unless it is MLA |
 | pipeline stages | each stage by its own layers |

@@ -141,6 +141,7 @@ OTHER_HEADS: Final = {
     "more": ("more",),
     "more and full": ("more", "full"),
     "latent and full": ("latent", "full"),
+    "state and latent": ("state", "latent"),
     "full and wide drafter": ("full", "wide drafter"),
     "latent and drafter": ("latent", "drafter"),
 }

@@ -25,6 +25,7 @@ Slots come and go by the prompt, so the order consists of batches of slots that 
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from heapq import merge
 from typing import Any, Final
 
 import numpy as np
@@ -88,15 +89,21 @@ class EvictionOrder:
 
     Args:
         num_slots: of the arena.
+        stripes: ranks over which slots are spread; see `kv.stripes`. 1 where no stripe is asked
+            for.
 
     Attributes:
         pinned: which slots are pinned, in the order or not; (slots,) bool.
         num_pinned: slots in the order that are pinned.
+        by_stripe: for each stripe the slots in the order that are not pinned; (stripes,) int64. It
+            is kept where there are several stripes.
         remembers: whether any content was evicted, or passed over, since the start.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, stripes: int = 1) -> None:
         self._num_slots = num_slots
+        self._stripes = stripes
+        self.by_stripe: Ints = np.zeros(stripes, np.int64)
         self._evicted = 0
         # By kind, the batches by stamp, the oldest first.
         self._batches: tuple[OrderedDict[int, _Batch], ...]
@@ -163,6 +170,7 @@ class EvictionOrder:
             queue.clear()
         self.pinned[:] = False
         self.num_pinned = 0
+        self.by_stripe[:] = 0
         return np.flatnonzero(here)
 
     def used_again(self, slot_ids: Ints) -> None:
@@ -296,6 +304,8 @@ class EvictionOrder:
     def add_of_kind(self, kind: int, slot_ids: Ints) -> None:
         """The same for slots of one kind; at least one."""
         self.num_pinned += len(slot_ids) if kind == _PINNED else 0
+        if self._stripes > 1 and kind != _PINNED:
+            self.by_stripe += count_by_stripe(slot_ids, self._stripes)
         queue = self._batches[kind]
         turn = self._evicted + _STAY[kind] * self._num_slots
         stamp, last = next(reversed(queue.items())) if queue else (0, None)
@@ -321,6 +331,9 @@ class EvictionOrder:
     def remove(self, slot_ids: Ints) -> None:
         """Take slots out of the order. All are in it, and each is named once."""
         stamps = self._stamp[slot_ids]
+        if self._stripes > 1:
+            evictable = slot_ids[stamps % KINDS != _PINNED]
+            self.by_stripe -= count_by_stripe(evictable, self._stripes)
         self._stamp[slot_ids] = 0
         at = np.flatnonzero(np.diff(stamps, prepend=-1))
         counts = np.diff(at, append=len(stamps))
@@ -348,7 +361,28 @@ class EvictionOrder:
                 del self._batches[stamp % KINDS][stamp]
             evicted.append(gone)
             count -= len(gone)
-        return self._end(np.concatenate(evicted, dtype=np.int64))
+        slot_ids = np.concatenate(evicted, dtype=np.int64)
+        if self._stripes > 1:
+            self.by_stripe -= count_by_stripe(slot_ids, self._stripes)
+        return self._end(slot_ids)
+
+    def evict_in(self, stripe: int, count: int) -> Ints:
+        """Evict `count` slots of a stripe and return them. At least as many of it in the order are
+        not pinned."""
+        queues = (queue.items() for queue in self._batches[:_PINNED])
+        evicted: list[NDArray[np.int32]] = []
+        left = count
+        for stamp, batch in merge(*queues, key=lambda pair: pair[1].turn):
+            living = self._living(stamp, batch)
+            gone = living[living % self._stripes == stripe][:left]
+            evicted.append(gone)
+            left -= len(gone)
+            if not left:
+                break
+        slot_ids = np.concatenate(evicted, dtype=np.int64)
+        self.remove(slot_ids)
+        self._evicted += count
+        return self._end(slot_ids)
 
     def evict_of(self, slot_ids: Ints, count: int) -> Ints:
         """Evict up to `count` of these slots and return them; slots that are not in the order, or
@@ -394,6 +428,11 @@ def _known(lately: NDArray[np.bool_], prompts: Ints | None) -> NDArray[np.bool_]
         np.maximum.at(last, prompts[places], places)
         known = np.arange(len(known)) <= last[prompts]
     return known
+
+
+def count_by_stripe(slot_ids: Ints, stripes: int) -> Ints:
+    """How many of these slots are in each stripe `(stripes,)`."""
+    return np.bincount(slot_ids % stripes, minlength=stripes)
 
 
 def depth_of(blocks: int) -> int:

@@ -2,6 +2,7 @@
 """How many slots the arena of one rank has, and why."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,6 +10,7 @@ from omni_connector.arena.huge_pages import HugePages
 from omni_connector.arena.memory_claims import Reservation, sizing_lock, unclaimed_bytes
 from omni_connector.errors import ConfigError
 from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.stripes import SlotGroup
 
 logger = logging.getLogger("vllm.omni_connector.worker")
 
@@ -91,25 +93,36 @@ class ArenaSizing:
     deployment: str = ""
 
     def reserve(
-        self, slot_bytes: int, groups: tuple[GroupShape, ...], stripes: int = 1
+        self,
+        slot_bytes: int,
+        groups: tuple[GroupShape, ...],
+        stripes: int = 1,
+        of_slots: Sequence[SlotGroup] = (),
     ) -> tuple[ArenaSize, Reservation]:
         """The size of the arena, and the claim on its memory that other engines see from now on.
 
         Args:
-            stripes: as for `size`.
+            stripes, of_slots: as for `size`.
 
         Raises:
             ConfigError: as `size`.
         """
         with sizing_lock():
-            size = self.size(slot_bytes, groups, stripes)
+            size = self.size(slot_bytes, groups, stripes, of_slots)
             return size, Reservation(self.deployment, size.slots * slot_bytes)
 
-    def size(self, slot_bytes: int, groups: tuple[GroupShape, ...], stripes: int = 1) -> ArenaSize:
+    def size(
+        self,
+        slot_bytes: int,
+        groups: tuple[GroupShape, ...],
+        stripes: int = 1,
+        of_slots: Sequence[SlotGroup] = (),
+    ) -> ArenaSize:
         """How many slots the arena has, and why.
 
         Args:
             stripes: ranks over which slots are spread, each with an arena of this size.
+            of_slots: the slot groups; none where each cache group has one.
 
         Raises:
             ConfigError: there is no room for a single slot.
@@ -117,14 +130,16 @@ class ArenaSizing:
         if self.given is not None:
             size = ArenaSize(self.given // slot_bytes, "arena_gib")
         else:
+            # Any part of the cache may be blocks that take a slot in each stripe.
+            divided = any(each.stripe is not None for each in of_slots)
             unclaimed = unclaimed_bytes(self.deployment)
             # Pages of the KV cache that are in use already are subtracted twice here. So at least
             # half of the unclaimed memory counts as available.
             size = arena_size(
                 available=max(unclaimed - self.reserved, unclaimed // 2),
                 slot_bytes=slot_bytes,
-                cache_blocks=-(-self.cache_blocks // stripes),
-                prompt_blocks=_with_sums(-(-self.prompt_blocks(groups) // stripes)),
+                cache_blocks=-(-self.cache_blocks // (1 if divided else stripes)),
+                prompt_blocks=_with_sums(self.prompt_rows(groups, stripes, of_slots)),
                 sharers=self.sharers,
             )
         if size.slots < 1:
@@ -142,13 +157,14 @@ class ArenaSizing:
         slot_bytes: int,
         groups: tuple[GroupShape, ...],
         stripes: int = 1,
+        of_slots: Sequence[SlotGroup] = (),
     ) -> None:
         """Log the size of a rank's arena, and warn if the longest prompts do not fit.
 
         Args:
             rank, ranks: of this worker, and how many its engine has.
             size: of the arena.
-            slot_bytes, groups, stripes: as for `size`.
+            slot_bytes, groups, stripes, of_slots: as for `size`.
         """
         logger.info(
             "Arena of rank %d: %.2f GiB, %d slots of %.1f MiB (%s)",
@@ -163,7 +179,7 @@ class ArenaSizing:
                 "%d ranks each hold the same KV: one copy of it is kept, in the arenas of these",
                 stripes,
             )
-        longest = -(-self.prompt_blocks(groups) // stripes)
+        longest = self.prompt_rows(groups, stripes, of_slots)
         if longest > size.slots and self.given is None:  # else the user has set the size
             logger.warning(
                 "The longest prompts take %d slots, the arena has %d (%s): they are not handed "
@@ -174,9 +190,14 @@ class ArenaSizing:
                 (longest * slot_bytes * ranks + 2**26) / 2**30,
             )
 
-    def prompt_blocks(self, groups: tuple[GroupShape, ...]) -> int:
-        """Slots that the longest prompt needs."""
-        return sum(len(group.needed(self.max_tokens)) for group in groups)
+    def prompt_rows(
+        self, groups: tuple[GroupShape, ...], stripes: int, of_slots: Sequence[SlotGroup]
+    ) -> int:
+        """Slots that the longest prompt needs in the arena of one rank. The arguments are as for
+        `size`."""
+        blocks = [len(group.needed(self.max_tokens)) for group in groups]
+        numbers = [each.group for each in of_slots] or range(len(groups))
+        return -(-sum(blocks[number] for number in numbers) // stripes)
 
 
 def _with_sums(slots: int) -> int:

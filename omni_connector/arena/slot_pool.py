@@ -37,7 +37,7 @@ from omni_connector.arena.block_index import (
     tags_of,
     words_of,
 )
-from omni_connector.arena.eviction import EvictionOrder
+from omni_connector.arena.eviction import EvictionOrder, count_by_stripe
 from omni_connector.arena.format import header_keys
 from omni_connector.arena.native_slots import (
     Grant,
@@ -49,6 +49,7 @@ from omni_connector.arena.native_slots import (
 from omni_connector.arena.row_table import ROW_BYTES, rows_of
 from omni_connector.arena.slot_index import Ints, SlotChanges, SlotIndex, SlotKey
 from omni_connector.config import Admission
+from omni_connector.kv.stripes import SlotGroup
 from omni_connector.runtime.turns import MakeLock
 
 Bools = NDArray[np.bool_]
@@ -162,12 +163,31 @@ class Kept(NamedTuple):
     beyond: Ints
 
 
+class KeptShards(NamedTuple):
+    """Result of `SlotPool.keep_shards`.
+
+    Attributes:
+        shards: for each shard the positions of the keys that got a slot for it, and these slots.
+        num_blocks: number of keys that got slots.
+        over_quota, dropped, beyond: as of `Kept`.
+    """
+
+    shards: list[tuple[Ints, Ints]]
+    num_blocks: int
+    over_quota: int
+    dropped: int
+    beyond: Ints
+
+
 class SlotPool:
     """The slots of one arena. Callers hold `lock` during each call, and never during I/O.
 
+    In what follows, a group is a slot group; see `kv.stripes`.
+
     Args:
-        num_slots: of the arena.
+        num_slots: of the arena; as many in each stripe.
         lock: makes the lock.
+        groups: the slot groups; none where each cache group has one, with slots in any stripe.
 
     Attributes:
         lock: guards the pool.
@@ -180,7 +200,12 @@ class SlotPool:
         on_lost: called with the slots of a failed copy if a user holds one of them.
     """
 
-    def __init__(self, num_slots: int, lock: MakeLock = threading.Lock) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        lock: MakeLock = threading.Lock,
+        groups: Sequence[SlotGroup] = (),
+    ) -> None:
         self.lock = lock()
         self.listing: SlotListing | None = None
         self.generation: Ints = np.zeros(num_slots, np.int64)
@@ -197,7 +222,12 @@ class SlotPool:
         # first: its memory is warm. And no array is searched, whatever the arena's size.
         self._free = np.arange(num_slots - 1, -1, -1, np.int32)
         self._num_free = num_slots
-        self._order = EvictionOrder(num_slots)
+        # Where slots of some groups must lie in one stripe: these stripes, by group; how many
+        # stripes there are; and for each the number of its free slots.
+        self._homes = [each.stripe for each in groups]
+        self._stripes = 1 + max((home for home in self._homes if home is not None), default=0)
+        self._free_by_stripe = count_by_stripe(np.arange(num_slots), self._stripes)
+        self._order = EvictionOrder(num_slots, self._stripes)
         self._pinned_until = np.zeros(num_slots)
         self._next_end = float("inf")  # the earliest end of a pin
         # Which slots are favoured or pinned, and their numbers: in all and by tenant.
@@ -240,6 +270,21 @@ class SlotPool:
     def _num_available(self) -> int:
         return self._num_free + self.num_cached - self._order.num_pinned
 
+    def least_slots(self, sizes: Sequence[int]) -> int:
+        """The slots that an arena must have to hold so many blocks of each group."""
+        if self._stripes == 1:
+            return sum(sizes)
+        return max(sum(sizes), self._stripes * int(self._needs(sizes).max()))
+
+    def _needs(self, sizes: Sequence[int]) -> Ints:
+        """The slots that so many blocks of each group need in each stripe `(stripes,)`, beside
+        those that may lie in any."""
+        needs: Ints = np.zeros(self._stripes, np.int64)
+        for home, size in zip(self._homes, sizes, strict=False):
+            if home is not None:
+                needs[home] += size
+        return needs
+
     def take(
         self, keys: Sequence[Sequence[SlotKey | None]], first_blocks: Sequence[int]
     ) -> tuple[list[Ints], list[Ints]] | None:
@@ -253,7 +298,7 @@ class SlotPool:
         Returns:
             Slots and generations, both by group; None if too few slots are available.
         """
-        parts = (self._index.find(g, group, first_blocks[g]) for g, group in enumerate(keys))
+        parts = [self._index.find(g, group, first_blocks[g]) for g, group in enumerate(keys)]
         found: Ints = np.concatenate([NONE, *parts])
         lacks = found < 0
         shared = found[~lacks]
@@ -262,11 +307,19 @@ class SlotPool:
         lost = len(from_cache) - np.count_nonzero(self.pinned(from_cache))
         if needed > self._num_available - lost:
             return None
+        if self._stripes > 1:
+            needs = self._needs([int(np.count_nonzero(part < 0)) for part in parts])
+            evictable = from_cache[~self.pinned(from_cache)]
+            there = self._free_by_stripe + self._order.by_stripe
+            if (needs > there - count_by_stripe(evictable, self._stripes)).any():
+                return None
         self._order.remove(from_cache)
         self._order.used_again(shared)
         self.num_cached -= len(from_cache)
         self._users[shared] += 1
-        if needed:
+        if needed and self._stripes > 1:
+            found[lacks] = self._new_in_stripes(parts)
+        elif needed:
             found[lacks] = self._new(needed)
         ends = accumulate(map(len, keys))
         slots = [found[end - len(group) : end] for group, end in zip(keys, ends, strict=True)]
@@ -280,17 +333,56 @@ class SlotPool:
         self._renew(slot_ids)
         return slot_ids
 
-    def _unused(self, count: int) -> Ints:
-        """Free slots, or ones that are evicted now. At least as many are available."""
-        left = max(0, self._num_free - count)
-        slot_ids: Ints = self._free[left : self._num_free][::-1].astype(np.int64)
-        self._num_free = left
-        if len(slot_ids) < count:
-            evicted = self._order.evict(count - len(slot_ids))
+    def _new_in_stripes(self, found: Sequence[Ints]) -> Ints:
+        """New slots for the blocks of each group that have none, where -1 stands in `found`."""
+        counts = [int(np.count_nonzero(part < 0)) for part in found]
+        homes = self._homes[: len(counts)]
+        slots = [NONE] * len(counts)
+        # Those that may lie in any stripe come last, as they might take the last of a stripe.
+        for g in sorted(range(len(counts)), key=lambda g: homes[g] is None):
+            slots[g] = self._unused(counts[g], homes[g])
+        slot_ids = np.concatenate(slots)
+        self._renew(slot_ids)
+        return slot_ids
+
+    def _unused(self, count: int, stripe: int | None = None) -> Ints:
+        """Free slots, or ones that are evicted now. At least as many are available.
+
+        Args:
+            stripe: in which they must lie; None for any.
+        """
+        if stripe is None:
+            left = max(0, self._num_free - count)
+            slot_ids: Ints = self._free[left : self._num_free][::-1].astype(np.int64)
+            self._num_free = left
+        else:
+            slot_ids = self._free_in(stripe, count)
+        if self._stripes > 1:
+            self._free_by_stripe -= count_by_stripe(slot_ids, self._stripes)
+        if (lacks := count - len(slot_ids)) > 0:
+            order = self._order
+            evicted = order.evict(lacks) if stripe is None else order.evict_in(stripe, lacks)
             self.num_cached -= len(evicted)
             self._count_privileged(evicted)
             self._disown(evicted)
             slot_ids = np.concatenate([slot_ids, evicted])
+        return slot_ids
+
+    def _free_in(self, stripe: int, count: int) -> Ints:
+        """Take free slots of a stripe off the stack, `count` at most."""
+        size = 0
+        places = NONE
+        while len(places) < min(count, self._free_by_stripe[stripe]):
+            # Most often they lie near the top.
+            size = min(self._num_free, max(4 * size, 2 * self._stripes * count))
+            top = self._free[self._num_free - size : self._num_free]
+            places = np.flatnonzero(top % self._stripes == stripe)[::-1][:count]
+        if not len(places):
+            return NONE
+        slot_ids: Ints = top[places].astype(np.int64)
+        first = self._num_free - size
+        self._num_free -= len(slot_ids)
+        self._free[first : self._num_free] = np.delete(top, places)
         return slot_ids
 
     def _renew(self, slot_ids: Ints) -> None:
@@ -384,6 +476,58 @@ class SlotPool:
         quota = len(self.generation) if self.quota is None else self.quota
         left = max(0, min(self._num_available, quota - len(slots)))
         return Kept(chosen, slots, over_quota, dropped, lacking[most:][:left])
+
+    def keep_shards(
+        self,
+        groups: Sequence[int],
+        keys: Sequence[SlotKey],
+        most: int,
+        tenant: Ints | int = 0,
+        prompts: Ints | None = None,
+        tags: Sequence[Tags] | None = None,
+    ) -> KeptShards:
+        """The same for blocks that are divided: hold a new slot for each shard that has none, as
+        long as there are slots for all shards of a block.
+
+        Args:
+            groups: the slot groups of the shards, each with a stripe of its own.
+            keys, tenant, prompts: as for `keep`.
+            most: most blocks to keep.
+            tags: of the blocks, by shard, if the caller has them.
+        """
+        of_shards = [rows_of(group, keys) for group in groups]
+        lacks = np.array([self._index.each(rows) < 0 for rows in of_shards])  # (shards, blocks)
+        lacking = np.flatnonzero(lacks.any(axis=0))
+        wanted = lacking[:most]
+        owners = np.full(len(keys), tenant) if isinstance(tenant, int) else tenant
+        by_block = lacks[:, wanted].sum(axis=0)
+        within = len(wanted)
+        if len(wanted) and not self.fits(np.repeat(owners[wanted], by_block)):
+            room = self._room(int(owners[wanted[0]]), int(by_block.sum()))
+            within = int(np.searchsorted(by_block.cumsum(), room, "right"))
+        homes = np.array([self._homes[group] for group in groups], np.int64)
+        there = (self._free_by_stripe + self._order.by_stripe)[homes]
+        fit = (lacks[:, wanted].cumsum(axis=1) <= there[:, None]).all(axis=0)
+        chosen = wanted[: min(within, np.count_nonzero(fit))]
+        shards: list[tuple[Ints, Ints]] = []
+        for shard, (group, home) in enumerate(zip(groups, homes.tolist(), strict=True)):
+            places = chosen[lacks[shard, chosen]]
+            slots = NONE
+            if len(places):
+                slots = self._unused(len(places), home)
+                some = [keys[i] for i in places.tolist()]
+                rows = rows_of(group, some)
+                of_prompts = None if prompts is None else prompts[places]
+                named = None if tags is None else tags[shard][places]
+                if not self._begin(rows, slots, owners[places], of_prompts, named):
+                    self._renew(slots)
+                    self._own(slots, owners[places])
+                    self._fill(group, some, rows, slots, of_prompts, named)
+            shards.append((places, slots))
+        over_quota = len(wanted) - within
+        dropped = len(lacking) - over_quota - len(chosen)
+        left = (self._free_by_stripe + self._order.by_stripe)[homes].min()
+        return KeptShards(shards, len(chosen), over_quota, dropped, lacking[most:][:left])
 
     def keep_new(
         self,
@@ -777,6 +921,8 @@ class SlotPool:
         self._count_privileged(gone)
         self._disown(gone)
         self._num_free += len(gone)
+        if self._stripes > 1:
+            self._free_by_stripe += count_by_stripe(gone, self._stripes)
 
     def forget(self) -> None:
         """Free the cached slots and forget all keys."""
@@ -789,6 +935,8 @@ class SlotPool:
         # What `_settle` does with slots that have content and no key, of which there may be many.
         self._free[self._num_free : self._num_free + len(cached)] = cached[::-1]
         self._num_free += len(cached)
+        if self._stripes > 1:
+            self._free_by_stripe += count_by_stripe(cached, self._stripes)
         self._ready[cached] = False
         self._disown(cached)
         self.releases += 1

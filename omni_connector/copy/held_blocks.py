@@ -164,7 +164,8 @@ class CopyLedger:
             soon: seconds in which it is expected to end, whatever the network does.
         """
         job_id = next(self._ids)
-        block_ids = blocks.held
+        # Each once: a block has an entry for each of its shards. vLLM frees no block twice at once.
+        block_ids = list(dict.fromkeys(blocks.held))
         self._pool.touch([self._pool.blocks[each] for each in block_ids])
         self._jobs[job_id] = _Job(block_ids, self._ranks, end, self._clock() + soon)
         return job_id

@@ -5,9 +5,10 @@
 """
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import ClassVar, Final, Self
 
 import numpy as np
@@ -20,7 +21,7 @@ from omni_connector.copy.threads import NO_JOB_ID, Outcome, Work
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, check_ids
-from omni_connector.kv.stripes import of_stripe
+from omni_connector.kv.stripes import SlotGroup, of_stripe
 from omni_connector.runtime.stats import failure_kind
 from omni_connector.transports import Arena
 from omni_connector.transports.base import Endpoint
@@ -36,6 +37,7 @@ class SaveSpec(TransferSpec):
     """Copy blocks to this engine's own slots.
 
     Attributes:
+        blocks: as in `TransferSpec`, by slot group in the place of cache groups; see `kv.stripes`.
         slots, generations: int64 `(n,)`, of each of the n `block_ids`; unused for a null block.
         keys: of each of them.
     """
@@ -48,12 +50,30 @@ class SaveSpec(TransferSpec):
     generations: NDArray[np.int64]
     keys: list[bytes]
 
-    def of_stripe(self, rank: int, stripes: int) -> Self:
-        """The part of this job that an owning rank copies, with rows of its arena for slots; see
-        `kv.stripes`."""
+    def of_rank(self, rank: int, stripes: int, groups: Sequence[SlotGroup]) -> Self:
+        """The part of this job that a rank copies, with rows of its arena for slots; see
+        `kv.stripes`.
+
+        Args:
+            rank: counted in its pipeline stage or stage by stage.
+            stripes: ranks over which slots are spread.
+            groups: the slot groups, which are those of the job's blocks. The result has one for
+                each cache group.
+        """
         own, rows = of_stripe(self.slots, rank, stripes)
         block_ids = np.where(own, self.blocks.block_ids, NULL_BLOCK_ID)
-        return replace(self, blocks=replace(self.blocks, block_ids=block_ids), slots=rows)
+        if all(each.stripe is None for each in groups):
+            return replace(self, blocks=replace(self.blocks, block_ids=block_ids), slots=rows)
+        of_groups = zip(groups, self.blocks.groups(), strict=True)
+        spans = [span for each, span in of_groups if each.stripe in (None, rank % stripes)]
+        places = np.concatenate([np.arange(at.start, at.stop) for _, at in spans])
+        return replace(
+            self,
+            blocks=BlockSpans.of([(index, block_ids[at]) for index, at in spans]),
+            slots=rows[places],
+            generations=self.generations[places],
+            keys=[self.keys[place] for place in places.tolist()],
+        )
 
     def check(self, num_blocks: int, num_slots: int) -> None:
         TransferSpec.check(self, num_blocks, num_slots)
@@ -67,7 +87,7 @@ class LoadSpec(TransferSpec):
 
     Attributes:
         slots: the peer's slots in the place of blocks: consecutive in each group, counted in blocks
-            of the peer.
+            of the peer. A group whose blocks are divided there has the slots of each shard.
         generations: int64 `(m,)`, of each of the m slots.
         arenas: the peer's arenas, one a rank and stage by stage, each in all ways that it can be
             read.
@@ -79,6 +99,7 @@ class LoadSpec(TransferSpec):
             they hold what is wanted.
         source: what the peer keeps; None where all its slots hold the bytes of our blocks, and
             are spread over its ranks as ours are.
+        shards: for each group, how many shards the peer's blocks have; none: one in each.
         own: whether the arenas are this engine's own. Then the load waits until they are attached,
             as the ranks of one engine live and end together.
     """
@@ -95,7 +116,14 @@ class LoadSpec(TransferSpec):
     lease: float | None = None
     keys: NDArray[np.object_] | None = None
     source: CompatibilityKey | None = None
+    shards: tuple[int, ...] = ()
     own: bool = False
+
+    def slots_by_group(self) -> list[list[tuple[int, slice]]]:
+        """For each group and shard what `BlockSpans.groups` yields of `slots`."""
+        spans = self.slots.groups()
+        numbers = self.shards or (1,) * len(self.slots.group_sizes)
+        return [list(islice(spans, number)) for number in numbers]
 
 
 class Saver:

@@ -49,6 +49,7 @@ class LoadSource:
         part_ends: inner ends of the parts of its slots; see `kv.parts`.
         hashed: the bytes of the parts that the runs are in: first and end.
         most_part_ends: most inner ends of any of its slots, of whatever group; 0 if not known.
+        shard: which shard of the peer's blocks it has, if they are divided; else 0.
     """
 
     arenas: tuple[int, ...]
@@ -59,6 +60,7 @@ class LoadSource:
     part_ends: tuple[int, ...] = ()
     hashed: tuple[int, int] = (0, 0)
     most_part_ends: int = 0
+    shard: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +71,18 @@ class LoadPlan:
         block_size: tokens of one of the peer's blocks; of states, of one of ours.
         sources: the ranks of the peer that are read. If one is not converted, it is the only one.
             None where the peer has no layer of the group: then it has no slots of it, either.
+        divided: whether the peer's blocks are divided into shards.
     """
 
     block_size: int
     sources: tuple[LoadSource, ...]
+    divided: bool = False
 
     @property
     def stripes(self) -> int:
-        """Most arenas over which the slots of a source are spread."""
+        """Most arenas in which slots of a source lie."""
+        if self.divided:
+            return 1
         return max(len(source.arenas) for source in self.sources)
 
     @property
@@ -99,12 +105,17 @@ class SlotPart:
         arena: number of the rank that has the arena.
         at: positions of the slots among those of the step `(n,)`.
         rows: of the slots in the arena `(n,)`.
+        slots, generations: of them `(n,)`.
+        keys: as in `LoadSpec`, of them.
     """
 
     source: LoadSource
     arena: int
     at: Blocks
     rows: Blocks
+    slots: Blocks
+    generations: Blocks
+    keys: NDArray[np.object_] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,8 +127,8 @@ class LoadStep:
         block_size: tokens of one of our blocks.
         block_ids, indices: the blocks, and their logical indices `(n,)`.
         numbers: logical indices of the slots, in blocks of the peer `(m,)`.
-        slots, generations: the peer's `(m,)`.
-        keys: as in `LoadSpec`.
+        slots, generations: the peer's `(s, m)`, by shard.
+        keys: as in `LoadSpec` `(s, m)`.
     """
 
     group: int
@@ -133,9 +144,17 @@ class LoadStep:
     def by_arena(self) -> list[SlotPart]:
         """What is read of each source, arena by arena."""
         return [
-            SlotPart(source, source.arenas[owner], at, rows)
+            SlotPart(
+                source,
+                source.arenas[owner],
+                at,
+                rows,
+                self.slots[source.shard, at],
+                self.generations[source.shard, at],
+                None if self.keys is None else self.keys[source.shard, at],
+            )
             for source in self.plan.sources
-            for owner, at, rows in by_stripe(self.slots, len(source.arenas))
+            for owner, at, rows in by_stripe(self.slots[source.shard], len(source.arenas))
         ]
 
     def parts(self, sizes: Sequence[int]) -> Iterator["LoadStep"]:
@@ -152,9 +171,9 @@ class LoadStep:
                 block_ids=self.block_ids[at : at + size],
                 indices=indices,
                 numbers=self.numbers[first:end],
-                slots=self.slots[first:end],
-                generations=self.generations[first:end],
-                keys=None if self.keys is None else self.keys[first:end],
+                slots=self.slots[:, first:end],
+                generations=self.generations[:, first:end],
+                keys=None if self.keys is None else self.keys[:, first:end],
             )
 
 
@@ -166,6 +185,7 @@ class LoadPlans:
         groups: what this engine keeps.
         rank, ranks: of this worker, counted stage by stage, and how many a stage has.
         stripes: ranks over which the slots of this pipeline stage are spread.
+        shards: into how many a block is divided, in the groups of which blocks are.
     """
 
     def __init__(
@@ -175,12 +195,14 @@ class LoadPlans:
         rank: int,
         ranks: int,
         stripes: int = 1,
+        shards: int = 1,
     ) -> None:
         self._layout = layout
         self._groups = groups
         self._rank = rank
         self._ranks = ranks
         self._stripes = stripes
+        self._shards = shards
         self._plans: BoundedMap[tuple[CompatibilityKey | None, int], LoadPlan]
         self._plans = BoundedMap(_MAX_PLANS)
 
@@ -188,8 +210,8 @@ class LoadPlans:
         """The steps of a job, and group and blocks of what no slot holds a part of."""
         steps: list[LoadStep] = []
         zeros: list[tuple[int, Blocks]] = []
-        spans = zip(self._groups, spec.blocks.groups(), spec.slots.groups(), strict=True)
-        for g, (group, (index, blocks), (first, own)) in enumerate(spans):
+        spans = zip(self._groups, spec.blocks.groups(), spec.slots_by_group(), strict=True)
+        for g, (group, (index, blocks), shards) in enumerate(spans):
             if not self._layout.group_bytes[g]:
                 continue  # this pipeline stage has none of its layers
             plan = self._plan(spec.source, g)
@@ -199,6 +221,7 @@ class LoadPlans:
             per_slot = max(1, plan.block_size // group.block_size)
             per_block = max(1, group.block_size // plan.block_size)
             begins = indices // per_slot * per_block
+            first, own = shards[0]
             end = first + own.stop - own.start
             there = block_ids != NULL_BLOCK_ID
             filled = there & (begins + per_block > first) & (begins < end) & (end > first)
@@ -206,6 +229,7 @@ class LoadPlans:
                 zeros.append((g, unread))
             numbers = np.unique(begins[filled, None] + np.arange(per_block))
             numbers = numbers[(numbers >= first) & (numbers < end)]
+            places = np.array([[of.start] for _, of in shards]) + numbers - first
             whole = LoadStep(
                 g,
                 plan,
@@ -213,9 +237,9 @@ class LoadPlans:
                 block_ids[filled],
                 indices[filled],
                 numbers,
-                spec.slots.block_ids[own][numbers - first],
-                spec.generations[own][numbers - first],
-                None if spec.keys is None else spec.keys[own][numbers - first],
+                spec.slots.block_ids[places],
+                spec.generations[places],
+                None if spec.keys is None else spec.keys[places],
             )
             if whole.block_ids.size:
                 steps.append(whole)
@@ -223,8 +247,9 @@ class LoadPlans:
 
     def arenas(self, spec: LoadSpec) -> list[tuple[Endpoint, ...]]:
         """The arenas that a job reads, each once."""
-        sizes = zip(spec.slots.group_sizes, self._layout.group_bytes, strict=False)
-        read = (group for group, (blocks, size) in enumerate(sizes) if blocks and size)
+        spans = (shards[0][1] for shards in spec.slots_by_group())
+        sizes = zip(spans, self._layout.group_bytes, strict=False)
+        read = (g for g, (own, size) in enumerate(sizes) if own.stop > own.start and size)
         sources = (source for group in read for source in self._plan(spec.source, group).sources)
         return list(dict.fromkeys(spec.arenas[n] for source in sources for n in source.arenas))
 
@@ -240,23 +265,33 @@ class LoadPlans:
         length = self._layout.group_bytes[group]
         if source is None:
             arenas = owning_arenas(stage, rank, self._ranks, self._stripes)
-            return LoadPlan(ours.block_size, (LoadSource(arenas, length),))
+            divided = ours.num_copies(self._ranks) % self._shards > 0
+            shard = rank % self._shards if divided else 0
+            return LoadPlan(ours.block_size, (LoadSource(arenas, length, shard=shard),), divided)
         alike = source.ranks == self._ranks
         sources: list[LoadSource] = []
         # The slot of a state stands for the block of ours that it fills; see `HandoffReceiver`.
         block_size = ours.block_size
+        divided = False
         for source_stage, source_group, places in self._places(source, group, stage):
             theirs = source.stages[source_stage][source_group]
             if ours.attention_type != "last":
                 block_size = theirs.block_size
+            divided = theirs.num_copies(source.ranks) % source.num_shards > 0
+            shards = source.num_shards if divided else 1
             if (alike or ours.replicated) and places is None and same_bytes(theirs, ours):
                 # Of what all ranks hold, ours take turns at the peer's; see `head_sources`.
-                arenas = source.arenas_of(source_stage, rank % source.ranks)
-                return LoadPlan(ours.block_size, (LoadSource(arenas, length),))
+                turn = rank % source.ranks
+                arenas = source.arenas_of(source_stage, turn)
+                only = LoadSource(arenas, length, shard=turn % shards)
+                return LoadPlan(ours.block_size, (only,), divided)
             if ours.attention_type == "last" and not (alike or ours.replicated):
                 sources += [
                     LoadSource(
-                        source.arenas_of(source_stage, of_stage), states.source_bytes, states
+                        source.arenas_of(source_stage, of_stage),
+                        states.source_bytes,
+                        states,
+                        shard=of_stage % shards,
                     )
                     for of_stage, states in state_slices(
                         theirs, source.ranks, ours, rank, self._ranks, places
@@ -290,10 +325,11 @@ class LoadPlans:
                     ends[source_group],
                     _hashed(converts.page_runs, ends[source_group], converts.source_bytes),
                     max(map(len, ends)),
+                    of_stage % shards,
                 )
                 for of_stage, heads in sorted(by_rank.items())
             ]
-        return LoadPlan(block_size, tuple(sources))
+        return LoadPlan(block_size, tuple(sources), divided)
 
     def _places(
         self, source: CompatibilityKey, group: int, stage: int

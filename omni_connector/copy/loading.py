@@ -85,6 +85,7 @@ class Loader:
         groups: what this engine keeps.
         rank, ranks: of this worker, counted stage by stage, and how many a pipeline stage has.
         stripes: ranks over which the slots of this pipeline stage are spread.
+        shards: into how many a block is divided, in the groups of which blocks are.
         checksum: whether slots carry checksums.
         context: clock, trace, and how the threads start that fetch.
         notify: has the works that wait go on; called on any thread.
@@ -104,6 +105,7 @@ class Loader:
         rank: int,
         ranks: int,
         stripes: int = 1,
+        shards: int = 1,
         checksum: bool,
         context: EngineContext,
         notify: Callable[[], object],
@@ -128,7 +130,7 @@ class Loader:
             checksum=checksum,
             clock=context.clock,
             queued=queued,
-            plans=LoadPlans(layout, groups, rank, ranks, stripes),
+            plans=LoadPlans(layout, groups, rank, ranks, stripes, shards),
             batches=(batch_blocks(layout), [-(-size // threads) * threads for size in mapped]),
             threads=self._threads,
             arenas=self._arenas,
@@ -191,9 +193,7 @@ class _Sources:
         parts = step.by_arena()
         try:
             return [
-                MappedSlots(
-                    self._remote(part), part.rows, step.generations[part.at], part.source.length
-                )
+                MappedSlots(self._remote(part), part.rows, part.generations, part.source.length)
                 for part in parts
             ]
         except SlotPendingError as pending:
@@ -213,7 +213,7 @@ class _Sources:
                     FetchedSlots(
                         self._remote(part),
                         part.rows,
-                        step.generations[part.at],
+                        part.generations,
                         part.source.length,
                         timeout=left,
                     )
@@ -226,7 +226,7 @@ class _Sources:
             raise
         return fetched
 
-    def part_sums(self, step: LoadStep, part: SlotPart) -> NDArray[np.uint64] | None:
+    def part_sums(self, part: SlotPart) -> NDArray[np.uint64] | None:
         """The sums of mapped slots at the inner ends of their parts `(n, ends, 8)`; None where the
         arena does not have all of them."""
         remote, source = self._remote(part), part.source
@@ -235,7 +235,7 @@ class _Sources:
         sums = None if layout is None else PartSums.found(remote, layout)
         if sums is None:
             return None
-        return sums.read(part.rows, step.generations[part.at], len(source.part_ends))
+        return sums.read(part.rows, part.generations, len(source.part_ends))
 
     def _remote(self, part: SlotPart) -> RemoteArena:
         return self._remotes[self._spec.arenas[part.arena]]
@@ -356,7 +356,7 @@ class _Load:
                 BlockCopy(step.group, block_ids, slots.rows, slots.index, checked, self._fence)
             )
             yield True
-            self._compare(step, part, checksums, slots)
+            self._compare(part, checksums, slots)
 
     def _copy_pages(self, step: LoadStep, found: Sequence[Slots]) -> Generator[bool, None, bool]:
         """Fill blocks with whole pages of slots that hold other layers, if the copier can. Pages
@@ -375,7 +375,7 @@ class _Load:
             if checksums is None:
                 return False
             yield True
-            self._compare(step, part, checksums, slots)
+            self._compare(part, checksums, slots)
         return True
 
     def _load_parts(self, step: LoadStep, part: SlotPart, slots: Slots) -> bool:
@@ -385,7 +385,7 @@ class _Load:
         first, end = hashed = source.hashed
         if not slots.in_place or not self._rank.checksum or end - first == source.length:
             return False
-        sums = self._sources.part_sums(step, part)
+        sums = self._sources.part_sums(part)
         if sums is None:
             return False
         states = begin(len(part.at), source.length)
@@ -404,13 +404,13 @@ class _Load:
         if checksums is None:
             return False
         if end == source.length:
-            self._compare(step, part, checksums, slots)
+            self._compare(part, checksums, slots)
             return True
-        self._compare(step, part, None, slots)
+        self._compare(part, None, slots)
         wanted = sums[:, source.part_ends.index(end)]
         wrong = np.flatnonzero((states[:, :SUMS] != wanted).any(axis=1))
         if len(wrong):
-            slot = step.slots[part.at][wrong[0]]
+            slot = part.slots[wrong[0]]
             raise ChecksumError(f"slot {slot}: other bytes from {first} to {end} than published")
         return True
 
@@ -437,7 +437,7 @@ class _Load:
                     )
                 sums.append(xxhash.xxh3_64_intdigest(content.data) if checked else 0)
             yield True
-            self._compare(step, part, np.array(sums, np.uint64), slots)
+            self._compare(part, np.array(sums, np.uint64), slots)
         rows = np.arange(len(made), dtype=np.int64)
         self._rank.copier.load(
             BlockCopy(step.group, step.block_ids, made, rows, False, self._fence)
@@ -449,7 +449,6 @@ class _Load:
 
     def _compare(
         self,
-        step: LoadStep,
         part: SlotPart,
         checksums: NDArray[np.uint64] | None,
         slots: Slots,
@@ -460,10 +459,10 @@ class _Load:
         if checksums is not None and self._checks(slots):
             for at in np.flatnonzero(checksums != headers.checksums)[:1].tolist():
                 raise ChecksumError(
-                    f"slot {step.slots[part.at][at]}: checksum {checksums[at]:#x}, published "
+                    f"slot {part.slots[at]}: checksum {checksums[at]:#x}, published "
                     f"{headers.checksums[at]:#x}"
                 )
-        if step.keys is not None and headers.keys != step.keys[part.at].tolist():
+        if part.keys is not None and headers.keys != part.keys.tolist():
             raise StaleSlotError("a slot holds another block than the index says")
 
     def _failed(self, error: Exception) -> None:

@@ -26,6 +26,7 @@ from omni_connector.copy.held_blocks import Block
 from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.messages import TOKEN_BYTES, DigestKind
 from omni_connector.handoff.prompt import Prompt
+from omni_connector.kv.stripes import SlotGroup
 from omni_connector.net.status import Usage
 from omni_connector.runtime.context import EngineContext
 
@@ -97,10 +98,13 @@ class LeaseAnswer(NamedTuple):
 class SlotDirectory:
     """Keeps the hand-offs of an arena, and their leases.
 
+    In what follows, a group is a slot group; see `kv.stripes`.
+
     Args:
         num_slots: slots of each rank's arena.
         context: clock, randomness and locks.
         ttl: seconds that a hand-off waits for a lease request, and a lease for its release.
+        groups: as of `SlotPool`.
     """
 
     def __init__(
@@ -108,12 +112,13 @@ class SlotDirectory:
         num_slots: int,
         context: EngineContext,
         ttl: float,
+        groups: Sequence[SlotGroup] = (),
     ) -> None:
         self.num_slots = num_slots
         self._clock = context.clock
         self._ttl = ttl
         self._randbytes = context.randbytes
-        self.pool = SlotPool(num_slots, context.lock)
+        self.pool = SlotPool(num_slots, context.lock, groups)
         self._lock = self.pool.lock
         self._handoffs: dict[bytes, Handoff] = {}
         self._twins: dict[Hashable, dict[bytes, Handoff]] = {}
@@ -143,7 +148,7 @@ class SlotDirectory:
         Raises:
             ArenaFullError: it would not fit into an empty arena.
         """
-        total = sum(map(len, keys))
+        total = self.pool.least_slots([len(group) for group in keys])
         if total > self.num_slots:
             raise ArenaFullError(
                 f"a prompt of {prompt.num_tokens} tokens needs {total} slots, "

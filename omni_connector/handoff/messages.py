@@ -121,9 +121,9 @@ class LeaseGranted(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     Attributes:
         num_tokens: tokens whose KV the slots hold.
-        first_blocks: for each cache group the logical index of the first block that is held; no
-            later token reads those before.
-        groups: for each cache group (slot, generation) of each block from there.
+        first_blocks: for each slot group the logical index of the first block that is held; no
+            later token reads those before. See `CompatibilityKey.slot_groups`.
+        groups: for each slot group (slot, generation) of each block from there.
         lease_s: seconds from now until the slots may be reused.
         weights: that the KV was computed with; those that the engine was started with where it
             does not say.

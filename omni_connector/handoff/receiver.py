@@ -315,7 +315,9 @@ class HandoffReceiver:
         granted = lease.granted
         if granted.num_tokens != prompt.num_tokens:
             return f"{granted.num_tokens} tokens granted, {prompt.num_tokens} asked for"
-        expected = [g.needed(prompt.num_tokens) for g in lease.handshake_reply.compatibility.groups]
+        peer = lease.handshake_reply.compatibility
+        needed = [group.needed(prompt.num_tokens) for group in peer.groups]
+        expected = [needed[each.group] for each in peer.slot_groups]
         found = [
             range(first, first + len(refs))
             for first, refs in zip(granted.first_blocks, granted.groups, strict=True)
@@ -388,6 +390,8 @@ class HandoffReceiver:
         blocks: list[tuple[int, Sequence[int]]] = []
         slots: list[tuple[int, Sequence[int]]] = []
         generations: list[int] = []
+        shards: list[int] = []
+        numbers_of = peer.slot_numbers
         read_from = peer.groups_read_by(self._compatibility)
         for g, (source, ours) in enumerate(zip(read_from, self._compatibility.groups, strict=True)):
             table = tables[self._group_ids[g]]
@@ -401,24 +405,30 @@ class HandoffReceiver:
             if source is None:  # the peer has none of its layers: its blocks are zeroed
                 blocks.append((index, block_ids[lead:]))
                 slots.append((0, []))
+                shards.append(1)
                 continue
             theirs = peer.groups[source]
-            first = lease.granted.first_blocks[source]
-            refs = lease.granted.groups[source]
+            numbers = numbers_of[source]
+            first = lease.granted.first_blocks[numbers.start]
+            skipped = 0
             if ours.attention_type == "last":  # by whatever block size each side counts
                 first = index
             else:
                 skipped = max(0, index * ours.block_size // theirs.block_size - first)
-                first, refs = first + skipped, refs[skipped:]
+                first += skipped
                 cut = -(-first * theirs.block_size // ours.block_size) - index
                 self._note_incomplete(request_id, block_ids[lead : lead + max(0, cut)])
             blocks.append((index, block_ids[lead:]))
-            slots.append((first, [slot for slot, _ in refs]))
-            generations += [generation for _, generation in refs]
+            shards.append(len(numbers))
+            for number in numbers:
+                refs = lease.granted.groups[number][skipped:]
+                slots.append((first, [slot for slot, _ in refs]))
+                generations += [generation for _, generation in refs]
         return LoadSpec(
             request_id=request_id,
             blocks=BlockSpans.of(blocks),
             slots=BlockSpans.of(slots),
+            shards=tuple(shards),
             generations=np.array(generations, np.int64),
             arenas=lease.handshake_reply.arenas,
             timeout=self._timeout,

@@ -66,7 +66,8 @@ class HandoffSender:
     Args:
         directory, ledger: keeps the slots; starts copy jobs.
         compatibility: this engine's compatibility key.
-        group_ids: index of each transferred group among vLLM's groups.
+        group_ids: index of each transferred group among vLLM's groups. Below, a group is a slot
+            group; see `kv.stripes`.
         engine_id, epoch, address: for the answer to the router.
         arena_wait: seconds that a request may wait for room.
         context: clock and statistics.
@@ -99,9 +100,10 @@ class HandoffSender:
         self._directory = directory
         self._pool = directory.pool
         self._ledger = ledger
-        self._groups = compatibility.groups
+        of_slots = compatibility.slot_groups
+        self._groups = [compatibility.groups[each.group] for each in of_slots]
         self._ranks = compatibility.ranks
-        self._group_ids = group_ids
+        self._group_ids = [group_ids[each.group] for each in of_slots]
         self._engine_id = engine_id
         self._epoch = epoch
         self._address = address

@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 from omni_connector.errors import LayoutError
 from omni_connector.kv.shapes import GroupShape, converter, pickled, same_bytes
 from omni_connector.kv.shapes import difference as groups_difference
-from omni_connector.kv.stripes import owning_arenas
+from omni_connector.kv.stripes import SlotGroup, numbers_of, owning_arenas, slot_groups
 
 # Most ranks of an engine, of all its pipeline stages; most cache groups of a model, most pipeline
 # stages, and most layers of a drafter. They bound messages.
@@ -70,11 +70,15 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         stripes: tensor-parallel ranks over which slots are spread; see `kv.stripes`. One number
             for each pipeline stage where these differ. Left out by engines of versions that know no
             stripes, and in names of stored blocks.
+        shards: over how many ranks slots are spread where only some groups allow it, so that blocks
+            of the others are divided into as many shards; 1 where none are. `stripes` is 1 then.
+            Left out by engines of versions that know no shards, and in names of stored blocks.
 
     Raises:
         ValueError: pipeline stages have other groups than the first, or too many ranks; or a group
             has no page in any stage; or slots are spread of which ranks hold different bytes; or
-            ranks cannot have as many copies of a head.
+            blocks are divided of which they hold the same; or ranks cannot have as many copies of a
+            head.
     """
 
     model: Text
@@ -102,6 +106,7 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         | Annotated[tuple[Stripes, ...], Meta(min_length=2, max_length=MAX_STAGES)]
         | UnsetType
     ) = UNSET
+    shards: Stripes | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         if self.num_arenas > MAX_RANKS:
@@ -128,8 +133,32 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.stripes_by_stage) != len(self.stages):
             raise ValueError(f"stripes of {len(self.stripes_by_stage)} pipeline stages")
         for groups, stripes in zip(self.stages, self.stripes_by_stage, strict=True):
-            if most_stripes(groups, self.ranks) % stripes:
+            if self.num_shards == 1 and most_stripes(groups, self.ranks) % stripes:
                 raise ValueError(f"{stripes} stripes of {self.ranks} ranks")
+        if self.num_shards > 1:
+            self._check_shards()
+
+    def _check_shards(self) -> None:
+        if self.later_stages or self.stripes not in (UNSET, 1):
+            raise ValueError("shards of several pipeline stages, or beside stripes")
+        if most_shards(self.groups, self.ranks) % self.num_shards:
+            raise ValueError(f"{self.num_shards} shards of {self.ranks} ranks")
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of a block, in the groups of which blocks are divided; 1 where none are."""
+        return self.shards or 1
+
+    @property
+    def slot_groups(self) -> tuple[SlotGroup, ...]:
+        """The slot groups, in the order in which their slots are leased."""
+        copies = [group.num_copies(self.ranks) for group in self.groups]
+        return slot_groups(copies, self.num_shards)
+
+    @property
+    def slot_numbers(self) -> list[range]:
+        """For each group the numbers of its slot groups."""
+        return numbers_of(self.slot_groups)
 
     @property
     def stages(self) -> tuple[tuple[GroupShape, ...], ...]:
@@ -144,6 +173,8 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stripes_by_stage(self) -> tuple[int, ...]:
         """Ranks of each pipeline stage over which slots are spread; 1: every rank has all slots."""
+        if self.num_shards > 1:
+            return (self.num_shards,)
         if isinstance(self.stripes, tuple):
             return self.stripes
         return (self.stripes or 1,) * len(self.stages)
@@ -174,16 +205,18 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         return pickled(self)
 
     def values(self) -> dict[str, object]:
-        """All fields but groups, layers and stripes, by name; "" for one that is left out."""
+        """All fields but groups, layers, stripes and shards, by name; "" for one that is left
+        out."""
         fields = msgspec.structs.asdict(self)
-        for name in ("groups", "later_stages", "drafter_layers", "stripes"):
+        for name in ("groups", "later_stages", "drafter_layers", "stripes", "shards"):
             del fields[name]
         return {name: "" if value is UNSET else value for name, value in fields.items()}
 
     def of_sharing(self) -> "CompatibilityKey":
         """The same without names of layers, what kernels keep and how ranks share out states, as
         digests, kernels and shapes say as much, without a name of the model that says less than
-        the weights do, and without stripes and copies of heads; equal for all that share."""
+        the weights do, and without stripes, shards and copies of heads; equal for all that
+        share."""
         model = "" if self.weights else self.model
         first, *later = (
             tuple(
@@ -200,6 +233,7 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
             groups=first,
             later_stages=tuple(later) or UNSET,
             stripes=UNSET,
+            shards=UNSET,
         )
 
     def difference(self, reader: "CompatibilityKey") -> tuple[str, object, object] | None:
@@ -212,6 +246,8 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
                 return field, ours[field], theirs[field]
         if self.num_stripes != 1 and reader.stripes is UNSET:
             return "stripes of slots", self.num_stripes, "not known to this version"
+        if self.num_shards != 1 and reader.shards is UNSET:
+            return "shards of blocks", self.num_shards, "not known to this version"
         if self._one_drafts(reader) or not self.has_layers_of(reader):
             places, theirs_placed = LayerPlaces.of(self), LayerPlaces.of(reader)
             if places is not None and theirs_placed is not None:
@@ -326,6 +362,7 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         return (
             self.ranks == reader.ranks
             and self.num_stripes == reader.num_stripes
+            and self.slot_groups == reader.slot_groups
             and self.has_layers_of(reader)
             and all(
                 same_bytes(source, target)
@@ -356,6 +393,22 @@ def most_stripes(groups: Iterable[GroupShape], ranks: int) -> int:
         ranks: tensor-parallel size.
     """
     return gcd(ranks, *(group.num_copies(ranks) for group in groups))
+
+
+def most_shards(groups: Sequence[GroupShape], ranks: int) -> int:
+    """Shards into which blocks can be divided, so that the slots of the other groups are spread:
+    as many consecutive ranks hold the same bytes of each of those. 1 where all groups are alike.
+
+    Args:
+        groups: of one pipeline stage, the only one.
+        ranks: tensor-parallel size.
+    """
+    copies = [group.num_copies(ranks) for group in groups]
+    several = [number for number in copies if number > 1]
+    if not several or most_stripes(groups, ranks) > 1:
+        return 1
+    shards = gcd(ranks, *several)
+    return shards if len(slot_groups(copies, shards)) <= MAX_GROUPS else 1
 
 
 class LayerPlace(NamedTuple):

@@ -13,14 +13,74 @@ The owning rank saves the block, and the ranks that hold the same load it from t
 and 2 KV heads, ranks 0 to 2 have a copy of the first head, and ranks 3 to 5 one of the second: slot
 1 lies in the arenas of ranks 1 and 4. Where each rank holds bytes of its own, there is one stripe:
 a slot has the same number in the arena of every rank.
+
+Some models have groups of both kinds: KV that ranks hold alike, beside recurrent states of which
+each rank has its own. A block of the second kind is divided into *shards*, one for each stripe. A
+shard has a slot of its own, which lies in the arena of the rank that has the bytes. With 3 stripes,
+a block of KV and one of states:
+
+    slot           0    1    2    3    4    5    6
+    holds          KV        s2   s0   s1
+    owning rank    0    1    2    0    1    2    0
+
+So a state takes three slots, as many bytes as where each rank keeps all slots, and KV takes one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+
+
+class SlotGroup(NamedTuple):
+    """Slots that are taken and read together: those of a cache group, or of one of its shards.
+
+    Attributes:
+        group: number of the cache group.
+        stripe: the stripe that all of them lie in; None where they may lie in any.
+    """
+
+    group: int
+    stripe: int | None = None
+
+
+def slot_groups(copies: Sequence[int], shards: int) -> tuple[SlotGroup, ...]:
+    """The slot groups of an engine, in the order in which slots are leased.
+
+    Args:
+        copies: for each cache group, how many consecutive ranks hold the same bytes; see
+            `GroupShape.num_copies`.
+        shards: into how many a block is divided of a group of which fewer ranks hold the same; 1
+            divides none.
+
+    >>> [(each.group, each.stripe) for each in slot_groups([4, 1], 2)]
+    [(0, None), (1, 0), (1, 1)]
+    """
+    found: list[SlotGroup] = []
+    for group, number in enumerate(copies):
+        if number % shards:
+            found += [SlotGroup(group, stripe) for stripe in range(shards)]
+        else:
+            found.append(SlotGroup(group))
+    return tuple(found)
+
+
+def numbers_of(groups: Sequence[SlotGroup]) -> list[range]:
+    """For each cache group the numbers of its slot groups.
+
+    >>> numbers_of(slot_groups([4, 1, 4], 2))
+    [range(0, 1), range(1, 3), range(3, 4)]
+    """
+    found: list[range] = []
+    for number, each in enumerate(groups):
+        if each.group == len(found):
+            found.append(range(number, number + 1))
+        else:
+            found[-1] = range(found[-1].start, number + 1)
+    return found
 
 
 def owning_arenas(stage: int, rank: int, ranks: int, stripes: int) -> tuple[int, ...]:

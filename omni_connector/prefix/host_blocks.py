@@ -29,11 +29,12 @@ from omni_connector.arena.format import header_keys
 from omni_connector.arena.native_slots import MOST_NEW, NewBlocks
 from omni_connector.arena.row_table import rows_of
 from omni_connector.arena.slot_index import Ints
-from omni_connector.arena.slot_pool import NONE, Bools, SlotPool
+from omni_connector.arena.slot_pool import NONE, Bools, KeptShards, SlotPool
 from omni_connector.config import Admission
 from omni_connector.copy.prefix_jobs import HostLoadSpec, KeepSpec
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
+from omni_connector.kv.stripes import SlotGroup, numbers_of
 from omni_connector.prefix.attaching import Arenas
 from omni_connector.prefix.filled import FilledRuns
 from omni_connector.prefix.hints import Candidate, FilledBlocks, HintPolicy
@@ -63,9 +64,9 @@ class FoundBlocks:
     """Where the blocks of one group of a prompt are, from the first on.
 
     Attributes:
-        owners: for each block the position in `Found.engines` of the engine that has it, or
-            `NOBODY`.
-        slots, generations: of each block. All int64 (blocks,); nothing is known of later blocks.
+        owners: for each block the position in `Found.engines` of the engine that has it, with all
+            its shards, or `NOBODY`. int64 (blocks,); nothing is known of later blocks.
+        slots, generations: of each block, by shard; see `kv.stripes`. Both int64 (shards, blocks).
     """
 
     owners: Ints
@@ -77,6 +78,10 @@ class FoundBlocks:
         """Whether each block is in some arena."""
         there: list[bool] = (self.owners >= 0).tolist()
         return there
+
+    def before(self, end: int) -> "FoundBlocks":
+        """The same of the first blocks alone."""
+        return FoundBlocks(self.owners[:end], self.slots[:, :end], self.generations[:, :end])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,8 +115,9 @@ class Found:
 
     def without(self, index: int) -> "Found":
         """The same, with nobody who has the block of any group with this index."""
-        nobody = FoundBlocks(np.array([NOBODY]), np.zeros(1, np.int64), np.zeros(1, np.int64))
-        return self.with_blocks(index, [nobody] * len(self.groups))
+        owners = np.array([NOBODY])
+        zeros = [np.zeros((len(of.slots), 1), np.int64) for of in self.groups]
+        return self.with_blocks(index, [FoundBlocks(owners, each, each) for each in zeros])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,9 +159,6 @@ class Wanted:
         return replace(self, block_ids=np.where(part, self.block_ids, NULL_BLOCK_ID))
 
 
-_NOTHING: Final = FoundBlocks(NONE, NONE, NONE)
-
-
 class HostBlocks:
     """The scheduler half's view of the arenas of this host.
 
@@ -165,6 +168,7 @@ class HostBlocks:
         arenas: this engine's own.
         neighbours: the other engines; closed with this.
         groups: the cache groups that this engine keeps.
+        slot_groups: see `kv.stripes`; none where each group has one.
         key_prefix: prefix of the keys of this engine's blocks.
         load_timeout: seconds that a load may take.
         hint_policy: follows hints in the own arena.
@@ -174,6 +178,7 @@ class HostBlocks:
     Attributes:
         num_slots: of this engine's arenas.
         keeping: the jobs under way that save blocks, by number.
+        divides: whether blocks of some groups are divided into shards.
     """
 
     def __init__(
@@ -184,6 +189,7 @@ class HostBlocks:
         arenas: Arenas,
         neighbours: Neighbours,
         groups: tuple[GroupShape, ...],
+        slot_groups: tuple[SlotGroup, ...] = (),
         key_prefix: bytes,
         load_timeout: float,
         hint_policy: HintPolicy,
@@ -198,7 +204,15 @@ class HostBlocks:
         self._neighbours = neighbours
         # Where a group keeps all tokens, a prefix ends at the first block that is missing.
         self._whole = [shape.attention_type == "all" for shape in groups]
-        self._num_groups = len(groups)
+        # The keys of blocks, and their tags, name the slot group; its number is that of the group
+        # where no block is divided.
+        self._numbers = numbers_of(slot_groups or [SlotGroup(g) for g in range(len(groups))])
+        self._most_shards = max(map(len, self._numbers))
+        self.divides = self._most_shards > 1
+        self._nothing = [
+            FoundBlocks(NONE, *[np.zeros((len(numbers), 0), np.int64)] * 2)
+            for numbers in self._numbers
+        ]
         self._set_key_prefix(key_prefix)
         self._load_timeout = load_timeout
         self.num_slots = len(pool.generation)
@@ -226,7 +240,7 @@ class HostBlocks:
         """
         engines = (self._own, *self._neighbours.present())
         indexes = [each.index for each in engines]
-        found: list[FoundBlocks] = [_NOTHING] * len(hashes)
+        found = list(self._nothing)
         end: float = math.inf  # tokens
         for g, of_group in enumerate(hashes):
             if self._whole[g] and of_group:
@@ -236,9 +250,15 @@ class HostBlocks:
         for g, of_group in enumerate(hashes):
             blocks = int(min(len(of_group), end // self._block_sizes[g]))
             if not self._whole[g] and blocks:
-                tags = tags_of(self._key_prefix, g, keys(of_group[:blocks]))
-                found[g] = FoundBlocks(*find_each(indexes, tags))
+                found[g] = _find_each(indexes, self._tags(g, keys(of_group[:blocks])))
         return Found(engines, found)
+
+    def _tags(self, group: int, keys: Sequence[bytes]) -> Tags:
+        """The tags of blocks of a group `(n,)`, or of their shards `(shards, n)`."""
+        numbers = self._numbers[group]
+        if len(numbers) == 1:
+            return tags_of(self._key_prefix, numbers.start, keys)
+        return np.array([tags_of(self._key_prefix, number, keys) for number in numbers])
 
     def _find_prefix(
         self,
@@ -249,21 +269,27 @@ class HostBlocks:
     ) -> FoundBlocks:
         """The leading blocks, up to the first that nobody has. The first block is looked up alone,
         and then few blocks, as most prompts are found not at all or for a short part."""
+        if len(self._numbers[group]) > 1:
+            found = _find_each(indexes, self._tags(group, keys(hashes)))
+            return found.before(int(np.argmin(np.append(found.owners, NOBODY))))
+        number = self._numbers[group].start
         if len(hashes[0]) >= _TAGGED_BYTES:
-            first = tag_of(self._key_prefix, group, keys(hashes[:1])[0])
+            first = tag_of(self._key_prefix, number, keys(hashes[:1])[0])
             if not any(each.may_hold(first) for each in indexes):
-                return _NOTHING
+                return self._nothing[group]
         parts = []
         begin, size = 0, _FIRST_LOOK
         while begin < len(hashes):
-            tags = tags_of(self._key_prefix, group, keys(hashes[begin : begin + size]))
+            tags = tags_of(self._key_prefix, number, keys(hashes[begin : begin + size]))
             parts.append(find_prefix(indexes, tags))
             if len(parts[-1][0]) < len(tags):
                 break
             begin, size = begin + size, 8 * size
         if len(parts) == 1:
-            return FoundBlocks(*parts[0])
-        return FoundBlocks(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+            owners, slots, generations = parts[0]
+        else:
+            owners, slots, generations = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return FoundBlocks(owners, slots[None], generations[None])
 
     def look(self, found: Found, group: int, words: Tags) -> FoundBlocks:
         """Look for blocks of one group, each by itself.
@@ -274,10 +300,11 @@ class HostBlocks:
             words: the first 8 bytes of their keys; see `tags_of_words`.
         """
         numbers = [n for n, each in enumerate(found.engines) if not each.index.closed]
-        tags = tags_of_words(self._key_prefix, group, words)
-        owners, slots, generations = find_each([found.engines[n].index for n in numbers], tags)
+        of_shards = [tags_of_words(self._key_prefix, n, words) for n in self._numbers[group]]
+        tags = of_shards[0] if len(of_shards) == 1 else np.array(of_shards)
+        there = _find_each([found.engines[n].index for n in numbers], tags)
         whose = np.array([*numbers, NOBODY], np.int64)  # of no engine: the last one, by its -1
-        return FoundBlocks(whose[owners], slots, generations)
+        return replace(there, owners=whose[there.owners])
 
     def loads(
         self, request_id: str, found: Found, wanted: Sequence[Wanted]
@@ -319,19 +346,26 @@ class HostBlocks:
         ]
         keys = [
             key
-            for g, part in enumerate(parts)
-            for key in header_keys(self._key_prefix, g, part.hashes)
+            for numbers, part in zip(self._numbers, parts, strict=True)
+            for each in numbers
+            for key in header_keys(self._key_prefix, each, part.hashes)
         ]
         engine = found.engines[number]
-        read = np.concatenate([part.copied for part in parts])
-        used, since = np.concatenate(slots), np.concatenate(generations)
+        pairs = list(zip(self._numbers, parts, strict=True))
+        read = np.concatenate([np.tile(part.copied, len(numbers)) for numbers, part in pairs])
+        used, since = (np.concatenate([of.ravel() for of in each]) for each in (slots, generations))
         self._hit(engine, used[read], since[read])
         return HostLoadSpec(
             request_id=request_id,
             blocks=BlockSpans.of([(part.first, part.block_ids) for part in parts]),
             slots=BlockSpans.of(
-                [(part.read.start, of) for part, of in zip(parts, slots, strict=True)]
+                [
+                    (part.read.start, of_shard)
+                    for part, of in zip(parts, slots, strict=True)
+                    for of_shard in of
+                ]
             ),
+            shards=tuple(map(len, self._numbers)),
             generations=since,
             keys=np.array(keys, dtype=object),
             arenas=engine.arenas,
@@ -353,8 +387,16 @@ class HostBlocks:
 
     def room(self, most: int) -> int:
         """Number of blocks that can be saved now, `most` at most."""
-        busy = sum(len(spec.slots) for spec in self.keeping.values())
-        return max(0, min(most, self._max_busy - busy))
+        return max(0, min(most, self._slots_left() // self._most_shards))
+
+    def _slots_left(self) -> int:
+        """Slots that further saves may take."""
+        return self._max_busy - sum(len(spec.slots) for spec in self.keeping.values())
+
+    def has_room(self, most: int) -> bool:
+        """Whether a block of each group can be saved now, if `most` blocks may be."""
+        slots = sum(map(len, self._numbers))
+        return most >= len(self._numbers) and self._slots_left() >= slots
 
     def keep(
         self,
@@ -377,11 +419,11 @@ class HostBlocks:
             The job, None if no block is to be saved; the number of blocks that are dropped for lack
             of room; and the blocks that wait. Their hints are followed when they are passed again.
         """
-        groups: list[tuple[int, Ints]] = [(0, NONE)] * len(self._whole)
+        groups: list[tuple[int, Ints]] = [(0, NONE)] * sum(map(len, self._numbers))
         slots: list[Ints] = []
         keys: list[bytes] = []
         dropped, waiting = 0, list[Candidate]()
-        most = self.room(most)
+        left = self._slots_left()
         # Before any block gets a slot, as a slot that is taken may have had one of these blocks.
         lacking = [self._lacking(g, each) if len(each) else None for g, each in enumerate(filled)]
         for g, candidates in enumerate(filled):
@@ -389,13 +431,11 @@ class HostBlocks:
                 continue
             new, tags = _chosen(*lacks, there(g, lacks[0]))
             dropped += len(lacks[0]) - len(new)
-            block_ids: list[Ints] = []
+            numbers = self._numbers[g]
+            kept: list[list[tuple[FilledBlocks, Ints]]] = [[] for _ in numbers]
             waits = set[bytes]()
-            for theirs, whose in self._by_quota(new, tags):
-                with self._pool.lock:
-                    given = self._pool.keep(
-                        g, theirs.keys, most, theirs.tenants, theirs.prompts, whose
-                    )
+            for theirs, whose in self._by_quota(new, tags, len(numbers)):
+                given = self._take(g, theirs, whose, max(0, min(most, left // len(numbers))))
                 if given.over_quota:
                     self._stats.count("blocks_over_quota", given.over_quota)
                 if theirs.hints is not None:
@@ -406,25 +446,44 @@ class HostBlocks:
                     waiting += some
                     dropped -= len(some)
                 dropped += given.dropped
-                most -= len(given.slots)
-                kept = theirs.at(given.chosen)
-                block_ids.append(kept.block_ids)
-                slots.append(given.slots)
-                keys += header_keys(self._key_prefix, g, kept.keys)
+                most -= given.num_blocks
+                for of_shard, (chosen, taken) in zip(kept, given.shards, strict=True):
+                    left -= len(taken)
+                    of_shard.append((theirs.at(chosen), taken))
             if candidates.hints is not None:
                 now = candidates
                 if waits:
                     now = now.at(np.flatnonzero([each not in waits for each in now.keys]))
-                self._hint_policy.grant(g, now)
-            groups[g] = 0, np.concatenate([NONE, *block_ids])
+                for number in numbers:
+                    self._hint_policy.grant(number, now)
+            for number, of_shard in zip(numbers, kept, strict=True):
+                block_ids = [blocks.block_ids for blocks, _ in of_shard]
+                groups[number] = 0, np.concatenate([NONE, *block_ids])
+                for blocks, taken in of_shard:
+                    slots.append(taken)
+                    keys += header_keys(self._key_prefix, number, blocks.keys)
         slot_ids = np.concatenate([NONE, *slots])
         if not slot_ids.size:
             return None, dropped, waiting
         with self._pool.lock:
             generations = self._pool.generation[slot_ids]
-        blocks = BlockSpans.of(groups)
-        spec = KeepSpec(blocks=blocks, slots=slot_ids, generations=generations, keys=keys)
+        spans = BlockSpans.of(groups)
+        spec = KeepSpec(blocks=spans, slots=slot_ids, generations=generations, keys=keys)
         return spec, dropped, waiting
+
+    def _take(self, group: int, blocks: FilledBlocks, tags: Tags, most: int) -> KeptShards:
+        """Take slots for blocks of a group, `most` blocks at most."""
+        numbers = self._numbers[group]
+        with self._pool.lock:
+            if len(numbers) > 1:
+                return self._pool.keep_shards(
+                    numbers, blocks.keys, most, blocks.tenants, blocks.prompts, list(tags)
+                )
+            given = self._pool.keep(
+                numbers.start, blocks.keys, most, blocks.tenants, blocks.prompts, tags
+            )
+        shards = [(given.chosen, given.slots)]
+        return KeptShards(shards, len(given.slots), given.over_quota, given.dropped, given.beyond)
 
     def keep_new(self, filled: Sequence[FilledRuns], most: int) -> KeepSpec | None:
         """Take slots for blocks and make the job that saves them, if nothing has to be decided.
@@ -439,13 +498,16 @@ class HostBlocks:
         Returns:
             The job, to be started as one of `keep`; None if `keep` has to decide.
         """
-        wanted = [(g, each) for g, each in enumerate(filled) if each.keys]
+        pairs = zip(self._numbers, filled, strict=True)
+        wanted = [(numbers, each) for numbers, each in pairs if each.keys]
+        if self.divides and any(len(numbers) > 1 for numbers, _ in wanted):
+            return None  # machine code takes slots in any stripe
         counts = [len(each.keys) for _, each in wanted]
         if not wanted or sum(counts) > self.room(most) or max(counts) > MOST_NEW:
             return None
         groups = [
-            NewBlocks(g, each.keys, rows_of(g, each.keys), each.packed, self._seeds[g])
-            for g, each in wanted
+            NewBlocks(n, each.keys, rows_of(n, each.keys), each.packed, self._seeds[n])
+            for n, each in ((numbers.start, each) for numbers, each in wanted)
         ]
         indexes = [each.index for each in self._living()]
         with self._pool.lock:
@@ -454,16 +516,17 @@ class HostBlocks:
                 return None
             slots = taken[0] if len(taken) == 1 else np.concatenate(taken)
             generations = self._pool.generation[slots]
-        sizes = [0] * len(filled)
+        sizes = [0] * sum(map(len, self._numbers))
         block_ids: list[int] = []
         keys: list[bytes] = []
-        for (g, each), theirs in zip(wanted, taken, strict=True):
-            sizes[g] = len(each.keys)
+        for (numbers, each), theirs in zip(wanted, taken, strict=True):
+            number = numbers.start
+            sizes[number] = len(each.keys)
             block_ids += each.block_ids
-            keys += header_keys(self._key_prefix, g, each.keys)
+            keys += header_keys(self._key_prefix, number, each.keys)
             if each.hinted and not self._hint_policy.grant_new(theirs, each.grants()):
-                self._hint_policy.grant(g, each.blocks())
-        blocks = BlockSpans(np.array(block_ids, np.int64), tuple(sizes), (0,) * len(filled))
+                self._hint_policy.grant(number, each.blocks())
+        blocks = BlockSpans(np.array(block_ids, np.int64), tuple(sizes), (0,) * len(sizes))
         return KeepSpec(blocks=blocks, slots=slots, generations=generations, keys=keys)
 
     def _living(self) -> Sequence[Neighbour]:
@@ -471,28 +534,36 @@ class HostBlocks:
         them is kept here."""
         return [self._own, *(each for each in self._neighbours.present() if not each.orphan)]
 
-    def _by_quota(self, blocks: FilledBlocks, tags: Tags) -> list[tuple[FilledBlocks, Tags]]:
+    def _by_quota(
+        self, blocks: FilledBlocks, tags: Tags, shards: int
+    ) -> list[tuple[FilledBlocks, Tags]]:
         """The blocks and their tags: all together; or each tenant's, as each quota is checked by
-        itself, if a tenant has no room for all of its blocks."""
+        itself, if a tenant has no room for all of its blocks.
+
+        Args:
+            shards: slots that each block takes.
+        """
         if not len(blocks):
             return []
         with self._pool.lock:
-            if self._pool.fits(blocks.tenants):
+            if self._pool.fits(blocks.tenants if shards == 1 else blocks.tenants.repeat(shards)):
                 return [(blocks, tags)]
         order = np.argsort(blocks.tenants, kind="stable")
         ends = np.flatnonzero(np.diff(blocks.tenants[order])) + 1
-        return [(blocks.at(part), tags[part]) for part in np.split(order, ends)]
+        return [(blocks.at(part), tags[..., part]) for part in np.split(order, ends)]
 
     def lacks(self, tags: Tags, *, here: Bools | bool) -> Bools:
         """Which of the blocks of these tags no living engine has. The others count as used, so that
         they are not evicted to make room for the blocks that follow them.
 
         Args:
+            tags: of blocks `(n,)`, or of all their shards `(shards, n)`.
             here: which blocks must be in the own arena: they are lacking if only a neighbour has
                 them.
         """
         engines = self._living()
-        owners, slots, generations = find_each([each.index for each in engines], tags)
+        found = _find_each([each.index for each in engines], tags)
+        owners = found.owners
         if here is not False:  # the first engine is this one
             owners[here & (owners > 0)] = NOBODY
         lacks: Bools = owners == NOBODY
@@ -500,14 +571,15 @@ class HostBlocks:
             return lacks
         for number in np.unique(owners[~lacks]).tolist():
             theirs = owners == number
-            self._hit(engines[number], slots[theirs], generations[theirs])
+            slots, generations = found.slots[:, theirs], found.generations[:, theirs]
+            self._hit(engines[number], slots.ravel(), generations.ravel())
         return lacks
 
     def _lacking(self, group: int, filled: FilledBlocks) -> tuple[FilledBlocks, Tags]:
         """The blocks to save, and their tags: no engine has them (or hints ask for them in the own
         arena), and the admission policy admits them."""
         here = False if filled.hints is None else filled.mask(attrgetter("keeps_here"))
-        tags = tags_of(self._key_prefix, group, filled.keys)
+        tags = self._tags(group, filled.keys)
         new, tags = _chosen(filled, tags, self.lacks(tags, here=here))
         if not len(new):
             return new, tags
@@ -518,6 +590,7 @@ class HostBlocks:
 
     def _admits(self, group: int, new: FilledBlocks) -> Bools:
         """Which of these blocks the admission policy admits, or hints ask for."""
+        group = self._numbers[group].start
         if new.hints is None:
             with self._pool.lock:
                 return self._pool.admits(group, new.keys, self._admission, new.prompts)
@@ -549,11 +622,17 @@ class HostBlocks:
         Args:
             hashes: of its first blocks, `MAX_IN_ORDER` at most, one list for each group.
         """
-        tags = [tags_of(self._key_prefix, g, of_group) for g, of_group in enumerate(hashes)]
+        tags = [
+            tags_of(self._key_prefix, number, of_group)
+            for numbers, of_group in zip(self._numbers, hashes, strict=True)
+            for number in numbers
+        ]
         if len(tags) == 1:
             last_first = tags[0][::-1]
         else:
-            pairs = zip(tags, self._block_sizes, strict=True)
+            of_groups = zip(self._numbers, self._block_sizes, strict=True)
+            sizes = [size for numbers, size in of_groups for _ in numbers]
+            pairs = zip(tags, sizes, strict=True)
             ends = np.concatenate([size * np.arange(1, len(each) + 1) for each, size in pairs])
             last_first = np.concatenate(tags)[np.argsort(-ends, kind="stable")]
         self._over.append((set(self.keeping), last_first))
@@ -582,7 +661,7 @@ class HostBlocks:
     def evicted(self, group: int, key: bytes) -> bool:
         """Whether this block was evicted lately from the own arena."""
         with self._pool.lock:
-            return self._pool.evicted_lately(group, key)
+            return any(self._pool.evicted_lately(each, key) for each in self._numbers[group])
 
     def rename(self, key_prefix: bytes) -> None:
         """Give new blocks keys of this prefix. The blocks of now are not found any more."""
@@ -594,7 +673,7 @@ class HostBlocks:
 
     def _set_key_prefix(self, key_prefix: bytes) -> None:
         self._key_prefix = key_prefix
-        self._seeds = [seed_of(key_prefix, group) for group in range(self._num_groups)]
+        self._seeds = [seed_of(key_prefix, n) for numbers in self._numbers for n in numbers]
 
     def close(self) -> None:
         """Stop sharing, and close the index. Idempotent."""
@@ -607,22 +686,54 @@ def _chosen(blocks: FilledBlocks, tags: Tags, chosen: Bools) -> tuple[FilledBloc
     if chosen.all():
         return blocks, tags
     places = np.flatnonzero(chosen)
-    return blocks.at(places), tags[places]
+    return blocks.at(places), tags[..., places]
+
+
+def _find_each(indexes: Sequence[BlockIndex | BlockIndexView], tags: Tags) -> FoundBlocks:
+    """Look for blocks, each by itself.
+
+    Args:
+        indexes: of the engines that may have them.
+        tags: of the blocks `(n,)`, or of all their shards `(shards, n)`. All shards of a block are
+            found in one engine, or none is.
+    """
+    if tags.ndim == 1:
+        owners, slots, generations = find_each(indexes, tags)
+        return FoundBlocks(owners, slots[None], generations[None])
+    whose, slots, generations = (
+        np.array(each) for each in zip(*(find_each(indexes, of) for of in tags), strict=True)
+    )
+    owners = whose[0].copy()
+    for place in np.flatnonzero((whose != owners).any(axis=0)).tolist():
+        # The first engine that has one shard has not all.
+        owners[place] = NOBODY
+        for number, index in enumerate(indexes):
+            found = [find_each([index], of[place : place + 1]) for of in tags]
+            if all(owner[0] >= 0 for owner, _, _ in found):
+                owners[place] = number
+                slots[:, place] = [slot[0] for _, slot, _ in found]
+                generations[:, place] = [generation[0] for _, _, generation in found]
+                break
+    return FoundBlocks(owners, slots, generations)
 
 
 def _put(values: Ints, index: int, padding: int, value: Ints) -> Ints:
-    """A copy of `values` with one of them at an index, and padding before it where it is longer."""
-    padded: Ints = np.full(max(len(values), index + 1), padding, np.int64)
-    padded[: len(values)] = values
-    padded[index] = value[0]
+    """A copy of `values` `(..., n)` with `value` `(..., 1)` at an index, and padding before it
+    where it is longer."""
+    number = values.shape[-1]
+    padded: Ints = np.full((*values.shape[:-1], max(number, index + 1)), padding, np.int64)
+    padded[..., :number] = values
+    padded[..., index] = value[..., 0]
     return padded
 
 
 def _padded(found: Ints, wanted: Wanted, value: int) -> Ints:
-    """`found` for the blocks that are read; `value` for blocks of which nothing is known."""
-    part = found[wanted.read.start : wanted.read.stop]
-    missing: Ints = np.full(len(wanted.read) - len(part), value, np.int64)
-    return np.concatenate([part, missing])
+    """`found` `(..., n)` for the blocks that are read; `value` for blocks of which nothing is
+    known."""
+    part = found[..., wanted.read.start : wanted.read.stop]
+    lacking = len(wanted.read) - part.shape[-1]
+    missing: Ints = np.full((*part.shape[:-1], lacking), value, np.int64)
+    return np.concatenate([part, missing], axis=-1)
 
 
 def touch(pool: SlotPool, slots: Ints, generations: Ints) -> None:

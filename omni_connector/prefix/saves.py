@@ -581,7 +581,7 @@ class PrefixSaves:
         block_ids: list[int],
     ) -> None:
         most = self._max_held - self.num_held
-        if host.room(most) < len(block_ids):
+        if not host.has_room(most):
             self._stats.count("blocks_dropped", len(block_ids))
             return
         # Of its hints none is followed: the next turn, which asks for the same, leaves another.
@@ -717,7 +717,8 @@ class PrefixSaves:
         counted_as: str | None = None,
     ) -> None:
         """Start a job that copies blocks to the arena; see `_keep`."""
-        number = len(spec.slots)
+        # A block that is divided has several slots.
+        number = len(set(spec.blocks.held)) if host.divides else len(spec.slots)
         self.num_held += number
 
         def end(failure: str | None) -> None:

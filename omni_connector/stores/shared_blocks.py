@@ -60,6 +60,8 @@ def readers_id(compatibility: CompatibilityKey, hash_id: str) -> bytes:
     what: tuple[object, ...] = (compatibility.of_sharing(), hash_id)
     if compatibility.num_stripes != 1:
         what += (compatibility.num_stripes,)
+    if compatibility.num_shards != 1:
+        what += ("shards", compatibility.num_shards)
     encoded = msgspec.msgpack.encode(what)
     return hashlib.blake2b(encoded, digest_size=16, person=_MAGIC).digest()
 

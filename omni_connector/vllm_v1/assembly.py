@@ -132,6 +132,7 @@ def make_worker(
             rank=rank,
             ranks=ranks,
             near_ranks=num_near_ranks(vllm_config),
+            divides=not _publishes_events(vllm_config),
             context=context,
             prefault=surroundings.prefault,
             outlives=config.outlives,
@@ -252,8 +253,7 @@ class _Assembly:
             self._directory,
             self._status.tick,
         )
-        wanted = vllm_config.kv_events_config
-        self._events = self._kv_events() if wanted and wanted.enable_kv_cache_events else None
+        self._events = self._kv_events() if _publishes_events(vllm_config) else None
 
     def scheduler(self, *, alone: bool) -> OmniScheduler:
         """Make the half. If that fails, nothing is left open."""
@@ -325,6 +325,7 @@ class _Assembly:
             min(map(mul, self._slots, self._ours.stripes_by_arena)),
             self._context,
             self._config.handoff_ttl_s,
+            self._ours.slot_groups,
         )
 
     def _new_status(self) -> StatusReport:
@@ -597,6 +598,7 @@ class _Assembly:
             arenas=self._arenas,
             neighbours=neighbours,
             groups=self._ours.groups,
+            slot_groups=self._ours.slot_groups,
             key_prefix=prefix,
             load_timeout=config.load_timeout_s,
             hint_policy=HintPolicy(pool, self._context, config.pin_part, config.tenant_quota),
@@ -643,7 +645,8 @@ def _agreeing(
     for stage, rank in keys:
         if workers[stage, rank].groups != workers[stage, 0].groups:
             raise ConfigError("the ranks of this engine have KV caches of different layouts")
-        if workers[stage, rank].stripes != workers[stage, 0].stripes:
+        rank_says, first_says = workers[stage, rank], workers[stage, 0]
+        if (rank_says.stripes, rank_says.shards) != (first_says.stripes, first_says.shards):
             raise ConfigError("only some ranks of this engine hold the same KV as others")
     names = Counter(
         name
@@ -658,6 +661,11 @@ def _agreeing(
             "cannot tell the drafter's from the model's"
         )
     return [workers[key] for key in keys]
+
+
+def _publishes_events(vllm_config: "VllmConfig") -> bool:
+    events = vllm_config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
 
 
 def _has_arena(

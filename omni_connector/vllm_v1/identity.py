@@ -72,7 +72,8 @@ def compatibility(
     stages = [workers[first : first + ranks] for first in range(0, len(workers), ranks)]
     scales = [scales_of_engine([each.scales for each in stage]) for stage in stages]
     groups = [stage[0].groups for stage in stages]
-    stripes = tuple(stage[0].stripes for stage in stages)
+    shards = workers[0].shards  # of several stages none has any
+    stripes = tuple(1 if shards > 1 else stage[0].stripes for stage in stages)
     names = (name for stage in groups for group in stage for name in group.names or ())
     drafters = layers_of_drafter(vllm_config, names) if drafter else ()
     return CompatibilityKey(
@@ -92,6 +93,7 @@ def compatibility(
         groups=groups[0],
         later_stages=tuple(groups[1:]) or UNSET,
         stripes=stripes if len(set(stripes)) > 1 else stripes[0],
+        shards=shards,
     )
 
 

@@ -102,6 +102,7 @@ class OmniHandshakeMetadata(KVConnectorHandshakeMetadata):
         scales: digest of the layers' scales; see `kernels.scales_id`.
         stripes: ranks over which the slots of the pipeline stage are spread; see `kv.stripes`.
         slots: of the arena that hold blocks.
+        shards: into how many a block is divided, in the groups of which blocks are.
     """
 
     endpoints: tuple[Endpoint, ...]
@@ -109,6 +110,7 @@ class OmniHandshakeMetadata(KVConnectorHandshakeMetadata):
     scales: str = ""
     stripes: int = 1
     slots: int = 0
+    shards: int = 1
 
     def encode(self) -> bytes:
         """The bytes that `decode` reads."""

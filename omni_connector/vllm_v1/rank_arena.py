@@ -12,8 +12,9 @@ from omni_connector.arena.memory_claims import Reservation
 from omni_connector.arena.part_sums import PartSums, SumsLayout
 from omni_connector.arena.size import ArenaSizing
 from omni_connector.copy.copier import BlockCopier
-from omni_connector.kv.compatibility import most_stripes
+from omni_connector.kv.compatibility import most_shards, most_stripes
 from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.stripes import SlotGroup, slot_groups
 from omni_connector.prefix.restarts import leave_arena
 from omni_connector.runtime.context import EngineContext
 from omni_connector.transports import Arena, Endpoint
@@ -29,6 +30,8 @@ class RankArena:
         slots: how many of them hold blocks.
         part_sums: what makes parts of the slots checkable; None where there is nothing of it.
         stripes: ranks over which the slots of the pipeline stage are spread; see `kv.stripes`.
+        shards: as many, if some groups have slots in a given stripe alone; else 1.
+        groups: the slot groups.
         endpoints: at which peers read them.
         reservation: what other engines see of the memory before it is populated; None where it
             was populated at once.
@@ -38,6 +41,8 @@ class RankArena:
     slots: int
     part_sums: PartSums | None
     stripes: int
+    shards: int
+    groups: tuple[SlotGroup, ...]
     endpoints: tuple[Endpoint, ...]
     reservation: Reservation | None
 
@@ -61,6 +66,7 @@ class ArenaPlan:
         rank, ranks: of this worker, and how many its engine has.
         near_ranks: of a pipeline stage, if they are all on this host, else 1: as many may spread
             their slots over their arenas.
+        divides: whether blocks may be divided into shards.
         context: randomness.
         prefault: whether a thread populates the memory.
         outlives: whether what is kept there outlives a restart of the service, where systemd keeps
@@ -73,6 +79,7 @@ class ArenaPlan:
     rank: int
     ranks: int
     near_ranks: int
+    divides: bool
     context: EngineContext
     prefault: bool
     outlives: bool
@@ -96,12 +103,17 @@ class ArenaPlan:
         Raises:
             ConfigError: it would not hold a single slot.
         """
-        stripes = most_stripes(groups, self.near_ranks)
+        stripes, shards = most_stripes(groups, self.near_ranks), 1
+        # A rank knows the groups of its own stage alone.
+        if self.divides and self.near_ranks == self.ranks:
+            shards = most_shards(groups, self.ranks)
+        of_slots = slot_groups([group.num_copies(self.ranks) for group in groups], shards)
+        stripes = max(stripes, shards)
         reservation: Reservation | None = None
         if self.prefault:
-            size, reservation = self.sizing.reserve(slot_bytes, groups, stripes)
+            size, reservation = self.sizing.reserve(slot_bytes, groups, stripes, of_slots)
         else:
-            size = self.sizing.size(slot_bytes, groups, stripes)
+            size = self.sizing.size(slot_bytes, groups, stripes, of_slots)
 
         def populated(slots: NDArray[np.uint8]) -> None:
             if reservation is not None:
@@ -125,7 +137,7 @@ class ArenaPlan:
         try:
             if not self.prefault:
                 copier.pin(arena.slots)  # else piece by piece, as far as there is memory
-            self.sizing.tell(self.rank, self.ranks, size, slot_bytes, groups, stripes)
+            self.sizing.tell(self.rank, self.ranks, size, slot_bytes, groups, stripes, of_slots)
             most_ends = max(map(len, part_ends), default=0)
             layout = SumsLayout.of(arena.n_slots, slot_bytes, most_ends)
             part_sums = None if layout is None else PartSums.create(arena, layout)
@@ -134,7 +146,7 @@ class ArenaPlan:
                 leave_arena(os.environ, arena)
         except BaseException:
             copier.close()
-            RankArena(arena, 0, None, stripes, (), reservation).close()
+            RankArena(arena, 0, None, stripes, shards, of_slots, (), reservation).close()
             raise
         slots = arena.n_slots if layout is None else layout.num_slots
-        return RankArena(arena, slots, part_sums, stripes, endpoints, reservation)
+        return RankArena(arena, slots, part_sums, stripes, shards, of_slots, endpoints, reservation)

@@ -340,6 +340,7 @@ class OmniWorker:
                 rank=self._rank,
                 ranks=self._stage_ranks,
                 stripes=1 if arena is None else arena.stripes,
+                shards=1 if arena is None else arena.shards,
                 checksum=self._checksum,
                 threads=helpers.threads if canonical.device.type == "cpu" else 1,
                 context=self._context,
@@ -358,7 +359,7 @@ class OmniWorker:
             handshake = OmniHandshakeMetadata((), groups, scales)
         else:
             handshake = OmniHandshakeMetadata(
-                arena.endpoints, groups, scales, arena.stripes, arena.slots
+                arena.endpoints, groups, scales, arena.stripes, arena.slots, arena.shards
             )
         return _RegisteredCaches(copier, loader, handshake, bodies, arena, saver, store_jobs)
 
@@ -505,7 +506,7 @@ class OmniWorker:
         if self._closed or caches is None or type(spec) not in caches.bodies:
             return False
         if isinstance(spec, SaveSpec) and caches.arena is not None and caches.arena.stripes > 1:
-            spec = spec.of_stripe(self._rank, caches.arena.stripes)
+            spec = spec.of_rank(self._rank, caches.arena.stripes, caches.arena.groups)
         try:
             slots = 0 if caches.arena is None else caches.arena.slots
             spec.check(self._kv_cache_config.num_blocks, slots)

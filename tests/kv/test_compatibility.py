@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from omni_connector.kv.compatibility import MAX_STAGES, CompatibilityKey, most_stripes
+from omni_connector.kv.compatibility import MAX_STAGES, CompatibilityKey, most_shards, most_stripes
 from omni_connector.kv.shapes import GroupShape
+from omni_connector.kv.stripes import SlotGroup
 
 from .shapes import compatibility_key, group_shape
 
@@ -80,7 +81,7 @@ def test_what_is_left_out_is_told_as_an_empty_text() -> None:
     values = ORDINARY.values()
     assert values["numerics"] == ""
     assert "groups" not in values
-    others = {"groups", "later_stages", "drafter_layers", "stripes"}
+    others = {"groups", "later_stages", "drafter_layers", "stripes", "shards"}
     assert set(values) | others == set(CompatibilityKey.__struct_fields__)
 
 
@@ -319,6 +320,18 @@ def copied(*copies: int, **changes: object) -> list[Any]:
             },
             "2 stripes of 2 ranks",
         ),
+        ({"ranks": 4, "shards": 2}, "2 shards of 4 ranks"),
+        ({"ranks": 4, "shards": 2, "groups": stage(replicated=True)}, "2 shards of 4 ranks"),
+        (
+            {
+                "ranks": 4,
+                "shards": 3,
+                "groups": [*stage(replicated=True, names=("y", "z")), *stage()],
+            },
+            "3 shards of 4 ranks",
+        ),
+        ({"ranks": 2, "stripes": 2, "shards": 2, "groups": stage(replicated=True)}, "shards of"),
+        ({"shards": 0}, "shards"),
         ({"stripes": 0}, "stripes"),
         ({"stripes": 1 << 20}, "stripes"),
         ({"later_stages": []}, "length"),
@@ -416,3 +429,50 @@ def test_who_knows_no_stripes_reads_none() -> None:
 
 def test_stripes_change_no_name_of_a_stored_block() -> None:
     assert replicated(2, 2).of_sharing() == replicated(2, None).of_sharing()
+
+
+def divided(ranks: int, shards: int | None) -> CompatibilityKey:
+    """Of an engine whose ranks hold the same bytes of the first group, and others of the second."""
+    own = stage(pages=("N16.C64",), layers="own", names=("own",))
+    latent = stage(replicated=True, pages=("N16.C64",), layers="latent", names=("latent",))
+    changes = {} if shards is None else {"stripes": 1, "shards": shards}
+    return said(ranks=ranks, groups=[*latent, *own], **changes)
+
+
+def test_blocks_of_which_ranks_hold_different_bytes_have_a_slot_in_each_stripe() -> None:
+    key = divided(4, 4)
+    assert [(each.group, each.stripe) for each in key.slot_groups] == [
+        (0, None),
+        *((1, stripe) for stripe in range(4)),
+    ]
+    assert key.slot_numbers == [range(1), range(1, 5)]
+    assert key.num_stripes == 4
+    assert key.read_by_ranks == ((0, 1, 2, 3),) * 4
+    assert most_shards(key.groups, 4) == 4
+    assert most_shards(key.groups[:1], 4) == most_shards(key.groups[1:], 4) == 1
+    plain = divided(4, 1)
+    assert plain.slot_groups == (SlotGroup(0), SlotGroup(1))
+
+
+def test_who_knows_no_shards_reads_none() -> None:
+    older = divided(4, None)
+    assert divided(4, 2).difference(older) == ("stripes of slots", 2, "not known to this version")
+    older = msgspec.structs.replace(older, stripes=1)
+    assert divided(4, 2).difference(older) == ("shards of blocks", 2, "not known to this version")
+    assert divided(4, 1).difference(older) is None
+    assert older.difference(divided(4, 2)) is None
+    assert divided(4, 2).of_sharing() == older.of_sharing()
+
+
+@pytest.mark.parametrize("source", [1, 2, 4])
+@pytest.mark.parametrize("reader", [1, 2, 4])
+def test_slots_are_read_as_they_are_where_blocks_are_divided_alike(
+    source: int, reader: int
+) -> None:
+    assert divided(4, source).difference(divided(4, reader)) is None
+    assert divided(4, source).has_bytes_of(divided(4, reader)) == (source == reader)
+
+
+def test_most_groups_of_slots_are_bounded() -> None:
+    many = [*divided(4, 1).groups[:1], *stage(pages=("N16.C64",), names=("x",)) * 100]
+    assert most_shards(many, 4) == 1

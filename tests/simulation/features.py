@@ -40,7 +40,11 @@ _COPIED_OFTEN: Final = 0.15
 _WITH_MORE: Final = {
     "full": ("full", "more"),
     "window and full": ("window and full", "more and full", "more and full"),
+    "state and full": ("state and full", "state and latent"),
 }
+_RANKS: Final = ((4,), (4,), (8,), (1, 4), (4, 2), (2, 4), (8, 4), (4, 8))
+# A state has four heads.
+_RANKS_OF_STATES: Final = ((4,), (4,), (2,), (1, 4), (4, 2), (2, 4))
 
 _SELECTIVE_OFTEN: Final = 0.1
 
@@ -205,7 +209,7 @@ def with_copied_heads(plan: Plan, draw: random.Random) -> Plan:
     if draw.random() >= _COPIED_OFTEN or families is None:
         return plan
     family = draw.choice(families)
-    sizes = draw.choice(((4,), (4,), (8,), (1, 4), (4, 2), (2, 4), (8, 4), (4, 8)))
+    sizes = draw.choice(_RANKS_OF_STATES if has_states(family) else _RANKS)
     late = draw.choice((0.0, 0.0, 0.3))
     engines = tuple(
         replace(

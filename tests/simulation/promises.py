@@ -176,7 +176,7 @@ class Promises:
         self._remember(request, wish, inspection.tail(half, request, request.num_computed_tokens))
         if hosts and wish.pin_s:
             for g, keys in _up_to(_filled(half, request), self._looked_at, half, request):
-                self._asked.update(inspection.tags_of_blocks(half, g, keys).tolist())
+                self._asked.update(inspection.tags_of_blocks(half, g, keys).ravel().tolist())
 
     def _newly_filled(self, half: Any, request: Any) -> Iterable[tuple[int, list[bytes]]]:
         return _up_to(_filled(half, request), self._filled, half, request)
@@ -201,7 +201,7 @@ class Promises:
             if self._engine.shape.drafts and wish.pin_s:
                 # A state may be kept whose block vLLM has freed since.
                 freed = [key for key, block in pairs if block.is_null]
-                self._asked.update(inspection.tags_of_blocks(half, g, freed).tolist())
+                self._asked.update(inspection.tags_of_blocks(half, g, freed).ravel().tolist())
             yield g, [key for key, block in pairs if block.block_hash is not None]
 
     def _remember(self, request: Any, wish: Wish, keys: list[bytes]) -> None:
@@ -230,7 +230,7 @@ class Promises:
             dropped: of blocks that have waited, whether any were dropped meanwhile.
         """
         if wish.pin_s:
-            self._asked.update(inspection.tags_of_blocks(half, group, keys).tolist())
+            self._asked.update(inspection.tags_of_blocks(half, group, keys).ravel().tolist())
         if request_id in self._went_on:  # which of its blocks are kept is not known here
             return
         waiting = inspection.waiting(half)
@@ -238,7 +238,7 @@ class Promises:
         if late := [key for key in keys if (group, key) in waiting]:
             self._late.append((request_id, wish, group, late, since, excused))
             keys = [key for key in keys if (group, key) not in waiting]
-        tags = inspection.tags_of_blocks(half, group, keys).tolist()
+        tags = inspection.tags_of_blocks(half, group, keys)[0].tolist()
         whole = inspection.keeps_all(half, group)
         here = [inspection.in_arena(half, group, key) for key in keys]
         if whole and not all(here) and self._evicts_nothing(half):
@@ -253,7 +253,8 @@ class Promises:
             if tag not in self._pinned:
                 refused += whole and kept and not (excused and dropped is not None)
             else:
-                name = self._beginnings[group] + key[:_HASH_BYTES]
+                beginning = self._beginnings[inspection.first_number(half, group)]
+                name = beginning + key[:_HASH_BYTES]
                 pin = self._pins.setdefault(name, _Pin(tag))
                 pin.until = max(pin.until, since + wish.pin_s)
         shape = self._engine.shape
@@ -371,7 +372,12 @@ def arena_is_free(half: Any) -> bool:
     if directory.pool.num_pinned or len(inspection.pinned(half)):
         return False
     prompt = Prompt(token_ids=(0,), num_tokens=1)
-    handoff = directory.open(prompt, [[None] * directory.num_slots])
+    # Blocks of a group whose slots may lie anywhere.
+    groups = inspection.compatibility(half).slot_groups
+    number = next(n for n, each in enumerate(groups) if each.stripe is None)
+    keys: list[list[None]] = [[] for _ in groups]
+    keys[number] = [None] * directory.num_slots
+    handoff = directory.open(prompt, keys)
     if handoff is None or len(np.unique(handoff.held)) < directory.num_slots:
         return False
     owned = inspection.owned(half)

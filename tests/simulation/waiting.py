@@ -257,7 +257,8 @@ def being_saved(half: Any) -> list[str]:
 
 
 def _fits(send: Any, half: Any) -> bool:
-    return bool(sum(map(len, send.keys)) <= inspection.free_for(half, send.keys))
+    there = inspection.free_for(half, send.keys)
+    return sum(map(len, send.keys)) <= there and inspection.has_shards(half, send.keys)
 
 
 def _id(send: Any) -> str:

@@ -251,6 +251,32 @@ def test_a_version_without_stripes_of_slots_is_refused_by_an_engine_that_has_the
     assert isinstance(answer, HandshakeReply if knows_stripes else Refused)
 
 
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_version_without_shards_of_blocks_is_refused_by_an_engine_that_has_them_and_serves_it(
+    release: str,
+) -> None:
+    raw = (FIXTURES / release / "handoff.request.handshake.bin").read_bytes()
+    handshake = decode_request(raw)
+    assert isinstance(handshake, Handshake)
+    said = handshake.decode_compatibility()
+    (group,) = said.groups
+    latent = msgspec.structs.replace(group, replicated=True, layers="latent", names=msgspec.UNSET)
+    reader = msgspec.structs.replace(said, ranks=2, groups=(latent, group))
+    ours = msgspec.structs.replace(reader, stripes=1, shards=2)
+    assert ours.num_stripes == 2
+    encoded = msgspec.Raw(msgspec.msgpack.encode(reader))
+    ask = msgspec.structs.replace(handshake, compatibility=encoded)
+    answer = _server(ours).receive(PeerConnection(0, b"peer"), encode(ask))
+    knows_shards = said.shards is not msgspec.UNSET
+    assert knows_shards == (release != "0.1.0")
+    assert isinstance(answer, HandshakeReply if knows_shards else Refused)
+    # What it does not know is left out where it decodes our handshake.
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(ours))
+    del fields["shards"]
+    known = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=CompatibilityKey)
+    assert reader.difference(known) is None
+
+
 def test_a_version_that_knows_stripes_over_all_ranks_alone_refuses_those_of_a_head(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

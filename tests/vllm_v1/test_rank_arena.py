@@ -49,6 +49,7 @@ def test_an_arena_is_pinned_by_the_slots_that_are_populated(monkeypatch, prefaul
         rank=0,
         ranks=1,
         near_ranks=1,
+        divides=True,
         context=EngineContext(),
         prefault=prefault,
         outlives=False,

@@ -120,11 +120,14 @@ def num_workers(shape: EngineShape) -> int:
 
 def rank_slots(shape: EngineShape) -> int:
     """Slots of the arena of each rank: a stripe of the slots, where ranks hold the same KV."""
-    kinds = GROUPS[shape.family]
-    if shape.far_ranks or "state" in kinds:
+    if shape.far_ranks:
         return shape.slots
     of_heads = (copies for layer, copies in copies_by_layer(shape).items())
-    return -(-shape.slots // math.gcd(shape.ranks, *of_heads))
+    stripes = math.gcd(shape.ranks, *of_heads)
+    if "state" in GROUPS[shape.family] and not shape.stages:
+        # A state takes a slot of each stripe.
+        return -(-shape.slots * (1 + stripes) // (2 * stripes))
+    return shape.slots if "state" in GROUPS[shape.family] else -(-shape.slots // stripes)
 
 
 def copies_by_layer(shape: EngineShape) -> dict[str, int]:

@@ -236,6 +236,24 @@ FEATURES: Final = (
         ),
     ),
     mutant(
+        "the next rank's shard",
+        "of blocks that are divided, ranks load the shards of the rank beside them",
+        (
+            "omni_connector.copy.load_plans",
+            "            shard = rank % self._shards if divided else 0\n",
+            "            shard = (rank + 1) % self._shards if divided else 0\n",
+        ),
+    ),
+    mutant(
+        "the first shard for all",
+        "of a peer with other ranks, the first shard of a state is read for all",
+        (
+            "omni_connector.copy.load_plans",
+            "                        shard=of_stage % shards,\n",
+            "                        shard=0,\n",
+        ),
+    ),
+    mutant(
         "siblings are neighbours",
         "a load of the own blocks does not wait until the arenas of the other ranks are attached",
         (
@@ -254,8 +272,9 @@ FEATURES: Final = (
         "of a peer with other blocks or ranks, the first pipeline stage is read by all",
         (
             "omni_connector.copy.load_plans",
-            "                    source.arenas_of(source_stage, of_stage),\n",
-            "                    source.arenas_of(0, of_stage),\n",
+            "                    source.arenas_of(source_stage, of_stage),\n"
+            "                    converts",
+            "                    source.arenas_of(0, of_stage),\n                    converts",
         ),
     ),
     mutant(

@@ -76,7 +76,7 @@ SHARING: Final = (
         "whatever is in the slot that an index lists is taken for the block",
         (
             "omni_connector.copy.loading",
-            "        if step.keys is not None and headers.keys != step.keys[part.at].tolist():\n",
+            "        if part.keys is not None and headers.keys != part.keys.tolist():\n",
             "        if False:\n",
         ),
     ),
