@@ -464,5 +464,7 @@ class SharedPrefix:
             self._explainer.close()
         if self._lookups is not None:
             self._lookups.close()
+        for prompt in self._prompts.values():  # of requests that have not ended
+            prompt.found = None  # it keeps the indexes of neighbours mapped
         if self._host is not None:
             self._host.close()
