@@ -361,7 +361,7 @@ def make_model(family: str, path: Path, *, seed: int = 0) -> Path:
     try:
         scratch.chmod(0o755)
         _write_weights(recipe, scratch, seed)
-        _write_tokenizer(recipe, scratch)
+        _write_tokenizer(scratch, recipe)
         for name, content in recipe.files.items():
             (scratch / name).write_text(json.dumps(content))
         (scratch / _MADE).write_text(json.dumps(stamp))
@@ -424,7 +424,7 @@ def _config(folder: Path) -> Path:
     return folder / "config.json"
 
 
-def _write_tokenizer(recipe: _Recipe, folder: Path) -> None:
+def _write_tokenizer(folder: Path, recipe: _Recipe) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

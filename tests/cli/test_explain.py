@@ -275,7 +275,7 @@ def test_a_tokenizer_is_loaded_from_where_the_engine_has_it(tmp_path: Path) -> N
     pytest.importorskip("transformers")
     from omni_connector.testing import models
 
-    models._write_tokenizer(tmp_path)
+    models._write_tokenizer(tmp_path, models._RECIPES["llama"])
     ids = Asking("some text", None, None).ids(Tokenizer(str(tmp_path)))
     assert 1 <= len(ids) <= len("some text")
     with pytest.raises(ConfigError, match="cannot be used"):
