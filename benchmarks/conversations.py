@@ -26,6 +26,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -78,9 +79,16 @@ class RoundRobin(Router):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of a turn."""
+    """What came of a turn.
+
+    Attributes:
+        first_token_s: seconds to the first token.
+        gaps_s: seconds between two tokens.
+        answer: the tokens.
+    """
 
     first_token_s: float
+    gaps_s: Sequence[float]
     answer: Answer
 
 
@@ -89,18 +97,41 @@ class Replay:
     """What came of all turns in one configuration.
 
     Attributes:
-        replies: in the order of the turns.
+        replies: in the order of the turns; of several rounds one after the other.
+        seconds: for all of them.
         tokens: of the prompts, by where their KV came from, at the engines that compute prompts.
+        memory: bytes of the machine's memory that are in use more than before the engines started.
         wrong: what was wrong with answers that were.
     """
 
     replies: list[Reply]
+    seconds: float
     tokens: Mapping[str, float]
+    memory: float
     wrong: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, rounds: Sequence["Replay"]) -> "Replay":
+        """All rounds of a configuration; of their memory the median."""
+        return cls(
+            [reply for each in rounds for reply in each.replies],
+            sum(each.seconds for each in rounds),
+            {name: sum(each.tokens[name] for each in rounds) for name in rounds[0].tokens},
+            statistics.median(each.memory for each in rounds),
+            [text for each in rounds for text in each.wrong],
+        )
+
+    @property
+    def requests_per_s(self) -> float:
+        return len(self.replies) / self.seconds
 
     def percentile(self, rank: float) -> float:
         """Milliseconds to the first token."""
         return 1e3 * float(np.percentile([reply.first_token_s for reply in self.replies], rank))
+
+    def gap(self, rank: float) -> float:
+        """Milliseconds between two tokens."""
+        return 1e3 * float(np.percentile([s for each in self.replies for s in each.gaps_s], rank))
 
     def part(self, source: str) -> float:
         """Percent of the prompts' tokens that had this source."""
@@ -135,7 +166,7 @@ class Workload:
 def streamed(port: int, prompt: Sequence[int], tokens: int) -> Reply:
     """One answer, and when its first token came."""
     found: dict[str, list[Any]] = {"ids": [], "logprobs": [], "likeliest": []}
-    first = float("nan")
+    times: list[float] = []
     start = time.perf_counter()
     with Client(port, timeout=ANSWER_S) as client:
         body = completion(prompt, max_tokens=tokens, **LOGPROBS)
@@ -143,14 +174,14 @@ def streamed(port: int, prompt: Sequence[int], tokens: int) -> Reply:
             for choice in json.loads(event)["choices"]:
                 if not choice.get("token_ids"):
                     continue
-                if not found["ids"]:
-                    first = time.perf_counter() - start
+                times.append(time.perf_counter())
                 found["ids"] += choice["token_ids"]
                 found["logprobs"] += choice["logprobs"]["token_logprobs"]
                 found["likeliest"] += choice["logprobs"]["top_logprobs"]
     logprobs = {"token_logprobs": found["logprobs"], "top_logprobs": found["likeliest"]}
     answer = Answer.of({"choices": [{"token_ids": found["ids"], "logprobs": logprobs}]})
-    return Reply(first, answer)
+    first = times[0] - start if times else float("nan")
+    return Reply(first, np.diff(times).tolist(), answer)
 
 
 def replay(
@@ -198,6 +229,13 @@ def replay(
     return [future.result() for future in futures], wrong
 
 
+def memory_in_use() -> int:
+    """Bytes of the machine's memory that nobody else could have."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return (kib["MemTotal"] - kib["MemAvailable"]) << 10
+
+
 def sources(engines: Sequence[Engine]) -> dict[str, float]:
     """Tokens of all prompts so far, by where their KV came from."""
 
@@ -233,15 +271,20 @@ def measure(
         for number, (role, core) in enumerate(zip(roles, cores(), strict=True))
     ]
     router = None if apart else RoundRobin
+    idle = memory_in_use()
     with running(pair[0], pair[1], place.folder, router_class=router) as deployment:
         # The shared prompt has been met before, by each engine.
         for port in [deployment.router.port] if apart else [engine.port for engine in pair]:
             streamed(port, [*workload.shared, VOCABULARY.start], WARM_UP_TOKENS)
         asked = pair[:1] if apart else pair
         before = sources(asked)
+        start = time.perf_counter()
         replies, wrong = replay(deployment.router.port, workload, expected)
+        seconds = time.perf_counter() - start
         after = sources(asked)
-    return Replay(replies, {source: after[source] - before[source] for source in after}, wrong)
+        memory = memory_in_use() - idle
+    tokens = {source: after[source] - before[source] for source in after}
+    return Replay(replies, seconds, tokens, memory, wrong)
 
 
 @contextlib.contextmanager
@@ -288,12 +331,21 @@ def row(name: str, each: Replay, plain: Replay) -> str:
         f"{each.percentile(rank):.0f} | {each.percentile(rank) / plain.percentile(rank):.2f}"
         for rank in (50, 99)
     ]
-    cells = [name, str(len(each.replies)), *parts, *times, str(len(each.wrong))]
+    faster = each.requests_per_s / plain.requests_per_s
+    cells = [
+        *(name, str(len(each.replies)), f"{each.requests_per_s:.2f}", f"{faster:.2f}"),
+        *(*parts, *times, f"{each.gap(99):.0f}", f"{each.memory / 2**20:,.0f}"),
+        str(len(each.wrong)),
+    ]
     return f"| {' | '.join(cells)} |"
 
 
 def markdown(
-    results: Mapping[str, Replay], absent: Mapping[str, str], workload: Workload, about: str
+    results: Mapping[str, Replay],
+    absent: Mapping[str, str],
+    workload: Workload,
+    about: str,
+    rounds: int,
 ) -> str:
     sessions = len({turn.session for turn in workload.turns})
     distinct, cache = workload.distinct(), workload.cache_tokens()
@@ -307,18 +359,20 @@ def markdown(
         f"{distinct:,} tokens, {distinct * TOKEN_BYTES >> 20} MiB of KV. The KV cache of each of "
         f"two engines holds {cache:,} tokens, {cache * TOKEN_BYTES >> 20} MiB; a connector has "
         f"{HOST_GIB} GiB of memory for both. Lengths of questions and answers: "
-        "`traces.dialogues`. Each engine computes on one core.",
+        f"`traces.dialogues`. Each engine computes on one core. {rounds} rounds, in turns in both "
+        "orders; in each a configuration runs alone and begins with nothing cached.",
         "",
         "Of the tokens of all prompts, in percent: those whose KV was in the engine's own KV "
         "*cache*, those that came through the *connector* (of which *another engine* had computed "
         "some), and those that were *computed*. With P/D: at the prefill engine, while the decode "
         "engine gets all others from it. *p50*, *p99*: milliseconds to the first token at a client "
-        "of the router; *ratio*: beside no connector. *wrong*: answers that differ from those "
-        "without a connector.",
+        "of the router; *ratio*: beside no connector. *next token*: milliseconds between two "
+        "tokens, 99 %. *memory*: what the machine uses more than before the engines started, at "
+        "the end. *wrong*: answers that differ from those without a connector.",
         "",
-        "| configuration | requests | cache | connector | another engine | computed "
-        "| p50 | p50 ratio | p99 | p99 ratio | wrong |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| configuration | requests | requests/s | ratio | cache | connector | another engine "
+        "| computed | p50 | p50 ratio | p99 | p99 ratio | next token | memory, MiB | wrong |",
+        f"|---|{14 * '---:|'}",
         *(row(name, each, results[NONE]) for name, each in results.items()),
     ]
     if absent:
@@ -330,13 +384,15 @@ def markdown(
     return "\n".join([*lines, ""])
 
 
-def plot(results: Mapping[str, Replay], sessions: int, path: Path) -> None:
+def plot(results: Mapping[str, Sequence[Replay]], sessions: int, path: Path) -> None:
     """Times to the first token: how many are below, and the median by turn."""
     figure, (shares, turns) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for name, each in results.items():
+    for name, each_round in results.items():
+        each, rounds = Replay.of(each_round), len(each_round)
         times = np.array([1e3 * reply.first_token_s for reply in each.replies])
         shares.plot(np.sort(times), 100 * np.arange(1, len(times) + 1) / len(times), label=name)
-        medians = np.median(times.reshape(-1, sessions), axis=1)
+        by_turn = times.reshape(rounds, -1, sessions).swapaxes(0, 1)
+        medians = np.median(by_turn.reshape(len(by_turn), -1), axis=1)
         turns.plot(range(1, len(medians) + 1), medians, "o-", label=name)
     shares.set(xlabel="time to first token (ms)", ylabel="requests (%)", xscale="log")
     turns.set(xlabel="turn", ylabel="median time to first token (ms)", yscale="log")
@@ -349,24 +405,28 @@ def plot(results: Mapping[str, Replay], sessions: int, path: Path) -> None:
 
 
 def compare(
-    place: Place, workload: Workload, names: Sequence[str]
-) -> Iterator[tuple[dict[str, Replay], dict[str, str]]]:
-    """The results so far, and why others have none, after each configuration."""
-    results: dict[str, Replay] = {}
+    place: Place, workload: Workload, names: Sequence[str], rounds: int
+) -> Iterator[tuple[dict[str, list[Replay]], dict[str, str]]]:
+    """The rounds so far of each configuration, and why others have none, after each."""
+    results: dict[str, list[Replay]] = {}
     absent: dict[str, str] = {}
-    for name in names:
-        expected = [reply.answer for reply in results[NONE].replies] if results else None
+    order = [name for number in range(rounds) for name in (names, reversed(names))[number % 2]]
+    for name in order:
+        if name in absent:
+            continue
+        expected = [reply.answer for reply in results[NONE][0].replies] if results else None
         start = time.monotonic()
         with configuration(name, place.folder) as config:
             try:
-                results[name] = measure(place, name, config, workload, expected)
+                told = measure(place, name, config, workload, expected)
+                results.setdefault(name, []).append(told)
             except EngineError:
                 absent[name] = reason(place.folder / "0.log")
                 if name != OFFLOADING:
                     print(f"{name}: {absent[name]}", file=sys.stderr)
                     raise
-        told = absent.get(name) or row(name, results[name], results[NONE])
-        print(f"{name}, {time.monotonic() - start:.0f} s: {told}", flush=True)
+        line = absent.get(name) or row(name, results[name][-1], results[NONE][-1])
+        print(f"{name}, {time.monotonic() - start:.0f} s: {line}", flush=True)
         yield results, absent
 
 
@@ -378,6 +438,7 @@ def main() -> int:
     parser.add_argument("--shared-tokens", type=int, default=8192, help="with which all begin")
     parser.add_argument("--quick", action="store_true", help="4 short sessions, only ours")
     parser.add_argument("--seed", type=int, default=0, help="of the conversations")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument(
         "--configuration", action="append", choices=(SHARE, PD, OFFLOADING, LMCACHE)
@@ -410,12 +471,13 @@ def main() -> int:
         place = Place(Path(folder), FAMILY, workload.longest() + BLOCK, cache_bytes)
         with place.logs_on_failure():
             # Written after each configuration, so that a run cut short leaves what it measured.
-            for results, absent in compare(place, workload, names):
-                text = markdown(results, absent, workload, about)
+            for results, absent in compare(place, workload, names, arguments.rounds):
+                joined = {name: Replay.of(rounds) for name, rounds in results.items()}
+                text = markdown(joined, absent, workload, about, arguments.rounds)
                 (output / "conversations.md").write_text(text)
                 plot(results, sessions, output / "conversations.png")
     print(text)
-    return int(any(each.wrong for each in results.values()))
+    return int(any(each.wrong for each in joined.values()))
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ from conversations import (
     TOKEN_BYTES,
     RoundRobin,
     configuration,
+    memory_in_use,
     sources,
 )
 from serving import NIXL, NIXL_THREADS, NONE, RESULTS, Place, connectors, cores, machine
@@ -204,13 +205,6 @@ class Served:
     gaps: Sequence[float]
     tokens: Mapping[str, float]
     memory: float
-
-
-def memory_in_use() -> int:
-    """Bytes of the machine's memory that nobody else could have."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    return (kib["MemTotal"] - kib["MemAvailable"]) << 10
 
 
 def serve(place: Place, port: int, workload: Workload, engines: Sequence[Engine]) -> Served:
