@@ -359,8 +359,8 @@ def markdown(
         f"{distinct:,} tokens, {distinct * TOKEN_BYTES >> 20} MiB of KV. The KV cache of each of "
         f"two engines holds {cache:,} tokens, {cache * TOKEN_BYTES >> 20} MiB; a connector has "
         f"{HOST_GIB} GiB of memory for both. Lengths of questions and answers: "
-        f"`traces.dialogues`. Each engine computes on one core. {rounds} rounds, in turns in both "
-        "orders; in each a configuration runs alone and begins with nothing cached.",
+        f"`traces.dialogues`. Each engine computes on one core. Rounds: {rounds}, every second one "
+        "in the other order; in each a configuration runs alone and begins with nothing cached.",
         "",
         "Of the tokens of all prompts, in percent: those whose KV was in the engine's own KV "
         "*cache*, those that came through the *connector* (of which *another engine* had computed "
@@ -472,8 +472,9 @@ def main() -> int:
         with place.logs_on_failure():
             # Written after each configuration, so that a run cut short leaves what it measured.
             for results, absent in compare(place, workload, names, arguments.rounds):
-                joined = {name: Replay.of(rounds) for name, rounds in results.items()}
-                text = markdown(joined, absent, workload, about, arguments.rounds)
+                joined = {name: Replay.of(each) for name, each in results.items()}
+                rounds = max(map(len, results.values()))
+                text = markdown(joined, absent, workload, about, rounds)
                 (output / "conversations.md").write_text(text)
                 plot(results, sessions, output / "conversations.png")
     print(text)
