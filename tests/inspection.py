@@ -102,6 +102,14 @@ def halves_beside(scheduler: Any, workers: Sequence[Any]) -> list[Any]:
     return halves(ours(scheduler), [ours(each) for each in workers])
 
 
+def stands_beside(half: "OmniScheduler") -> None:
+    """Have a scheduler half know that another connector stands beside it. Workers tell it by what
+    they leave out of their handshake, where vLLM has them in processes of their own."""
+    half._alone = False
+    if half._shared is not None:
+        half._shared.saves.alone = False
+
+
 def waiting_jobs(turn: Callable[[], object]) -> Callable[[], int]:
     """Return what counts the jobs of the copy thread whose turn this is, if all of them wait for
     something, and nobody has to hear of one that has ended; 0 of any other thread."""

@@ -174,6 +174,9 @@ class SimulatedEngine(Actor):
                     for rank, each in enumerate(self.workers)
                 }
             )
+        if self.workers and shape.beside:
+            scheduler_half, *_ = inspection.halves_beside(self.scheduler.connector, self.workers)
+            inspection.stands_beside(scheduler_half)
         if not shape.drafter:
             world.without_drafter.add(shape.name)
         elif self.workers:
