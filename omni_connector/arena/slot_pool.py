@@ -271,14 +271,21 @@ class SlotPool:
         return self._num_free + self.num_cached - self._order.num_pinned
 
     def least_slots(self, sizes: Sequence[int]) -> int:
-        """The slots that an arena must have to hold so many blocks of each group."""
+        """How many slots an arena needs for a prompt.
+
+        Args:
+            sizes: blocks of the prompt, by group.
+        """
         if self._stripes == 1:
             return sum(sizes)
         return max(sum(sizes), self._stripes * int(self._needs(sizes).max()))
 
     def _needs(self, sizes: Sequence[int]) -> Ints:
-        """The slots that so many blocks of each group need in each stripe `(stripes,)`, beside
-        those that may lie in any."""
+        """How many slots each stripe must have for blocks that may lie nowhere else `(stripes,)`.
+
+        Args:
+            sizes: blocks, by group.
+        """
         needs: Ints = np.zeros(self._stripes, np.int64)
         for home, size in zip(self._homes, sizes, strict=False):
             if home is not None:

@@ -216,7 +216,8 @@ class HostBlocks:
         self._set_key_prefix(key_prefix)
         self._load_timeout = load_timeout
         self.num_slots = len(pool.generation)
-        self._max_busy = max(1, self.num_slots // _BUSY_PART)
+        # At least one block: else blocks would wait for room that no copy makes.
+        self._max_busy = max(self._most_shards, self.num_slots // _BUSY_PART)
         self._block_sizes = [shape.block_size for shape in groups]
         self.keeping: dict[int, KeepSpec] = {}
         # Finished requests: the jobs that may still save their blocks, and the tags of the blocks,
@@ -571,8 +572,8 @@ class HostBlocks:
             return lacks
         for number in np.unique(owners[~lacks]).tolist():
             theirs = owners == number
-            slots, generations = found.slots[:, theirs], found.generations[:, theirs]
-            self._hit(engines[number], slots.ravel(), generations.ravel())
+            slots = found.slots[:, theirs].ravel()
+            self._hit(engines[number], slots, found.generations[:, theirs].ravel())
         return lacks
 
     def _lacking(self, group: int, filled: FilledBlocks) -> tuple[FilledBlocks, Tags]:

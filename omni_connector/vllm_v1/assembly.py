@@ -645,8 +645,10 @@ def _agreeing(
     for stage, rank in keys:
         if workers[stage, rank].groups != workers[stage, 0].groups:
             raise ConfigError("the ranks of this engine have KV caches of different layouts")
-        rank_says, first_says = workers[stage, rank], workers[stage, 0]
-        if (rank_says.stripes, rank_says.shards) != (first_says.stripes, first_says.shards):
+        spreads = {
+            (each.stripes, each.shards) for each in (workers[stage, rank], workers[stage, 0])
+        }
+        if len(spreads) > 1:
             raise ConfigError("only some ranks of this engine hold the same KV as others")
     names = Counter(
         name

@@ -103,7 +103,8 @@ class ArenaPlan:
         Raises:
             ConfigError: it would not hold a single slot.
         """
-        stripes, shards = most_stripes(groups, self.near_ranks), 1
+        stripes = most_stripes(groups, self.near_ranks)
+        shards = 1
         # A rank knows the groups of its own stage alone.
         if self.divides and self.near_ranks == self.ranks:
             shards = most_shards(groups, self.ranks)

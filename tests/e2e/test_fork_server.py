@@ -13,6 +13,7 @@ from omni_connector.testing.ports import free_port
 from .fork_server import Forked, ForkServer
 
 WAIT_S = 30.0
+each_signal = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def started(server: ForkServer, folder: Path) -> Forked:
         return server.start("http.server", words, os.environ, log)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@each_signal
 def test_what_it_has_started_ends_with_it_though_signals_ask_all_to_end(
     server: ForkServer, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -44,7 +45,7 @@ def test_what_it_has_started_ends_with_it_though_signals_ask_all_to_end(
     second.wait(WAIT_S)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@each_signal
 def test_what_it_has_started_can_be_ended_by_itself(
     server: ForkServer, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -230,22 +230,32 @@ def test_neighbouring_versions_of_one_protocol_shake_hands(server: ControlServer
     assert isinstance(answer, HandshakeReply)
 
 
+def asked(release: str) -> tuple[Handshake, CompatibilityKey]:
+    """The handshake of a release, and what it says of its KV."""
+    raw = (FIXTURES / release / "handoff.request.handshake.bin").read_bytes()
+    handshake = decode_request(raw)
+    assert isinstance(handshake, Handshake)
+    return handshake, handshake.decode_compatibility()
+
+
+def answered(handshake: Handshake, reader: CompatibilityKey, ours: CompatibilityKey) -> object:
+    """What an engine answers to a handshake that says this of the reader's KV."""
+    encoded = msgspec.Raw(msgspec.msgpack.encode(reader))
+    ask = msgspec.structs.replace(handshake, compatibility=encoded)
+    return _server(ours).receive(PeerConnection(0, b"peer"), encode(ask))
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_version_without_stripes_of_slots_is_refused_by_an_engine_that_has_them(
     release: str,
 ) -> None:
     """It would take slots of the first rank for all slots."""
-    raw = (FIXTURES / release / "handoff.request.handshake.bin").read_bytes()
-    handshake = decode_request(raw)
-    assert isinstance(handshake, Handshake)
-    said = handshake.decode_compatibility()
+    handshake, said = asked(release)
     (group,) = said.groups
     groups = (msgspec.structs.replace(group, replicated=True),)
     reader = msgspec.structs.replace(said, ranks=2, groups=groups)
     ours = msgspec.structs.replace(reader, stripes=2)
-    encoded = msgspec.Raw(msgspec.msgpack.encode(reader))
-    ask = msgspec.structs.replace(handshake, compatibility=encoded)
-    answer = _server(ours).receive(PeerConnection(0, b"peer"), encode(ask))
+    answer = answered(handshake, reader, ours)
     knows_stripes = said.stripes is not msgspec.UNSET
     assert knows_stripes == (release != "0.1.0")
     assert isinstance(answer, HandshakeReply if knows_stripes else Refused)
@@ -255,18 +265,13 @@ def test_a_version_without_stripes_of_slots_is_refused_by_an_engine_that_has_the
 def test_a_version_without_shards_of_blocks_is_refused_by_an_engine_that_has_them_and_serves_it(
     release: str,
 ) -> None:
-    raw = (FIXTURES / release / "handoff.request.handshake.bin").read_bytes()
-    handshake = decode_request(raw)
-    assert isinstance(handshake, Handshake)
-    said = handshake.decode_compatibility()
+    handshake, said = asked(release)
     (group,) = said.groups
     latent = msgspec.structs.replace(group, replicated=True, layers="latent", names=msgspec.UNSET)
     reader = msgspec.structs.replace(said, ranks=2, groups=(latent, group))
     ours = msgspec.structs.replace(reader, stripes=1, shards=2)
     assert ours.num_stripes == 2
-    encoded = msgspec.Raw(msgspec.msgpack.encode(reader))
-    ask = msgspec.structs.replace(handshake, compatibility=encoded)
-    answer = _server(ours).receive(PeerConnection(0, b"peer"), encode(ask))
+    answer = answered(handshake, reader, ours)
     knows_shards = said.shards is not msgspec.UNSET
     assert knows_shards == (release != "0.1.0")
     assert isinstance(answer, HandshakeReply if knows_shards else Refused)

@@ -123,18 +123,18 @@ def test_a_prefix_that_is_here_is_not_loaded_again(engine, family, shared):
     assert_clean(prefill, decode)
 
 
+def in_turns(families, others):
+    """Each family with each of `others`, which are values by name; and with and without a prefix
+    cache in turn."""
+    return [
+        pytest.param(family, value, (number + place) % 2 == 0, id=f"{family}-{name}")
+        for number, family in enumerate(families)
+        for place, (name, value) in enumerate(others.items())
+    ]
+
+
 @pytest.mark.parametrize(
-    ("family", "overlap", "caching"),
-    [
-        pytest.param(
-            family,
-            overlap,
-            (number + overlap) % 2 == 0,
-            id=f"{family}-{'async' if overlap else 'sync'}",
-        )
-        for number, family in enumerate(ALL_TO_LOAD)
-        for overlap in (False, True)
-    ],
+    ("family", "overlap", "caching"), in_turns(ALL_TO_LOAD, {"sync": False, "async": True})
 )
 def test_many_at_once_where_blocks_are_scarce(engine, family, overlap, caching):
     """With and without a prefix cache in turn: each family meets both ways to schedule, and both
@@ -308,18 +308,12 @@ def test_states_whose_rule_is_not_known_move_between_equal_ranks_only(
         assert "share out states in a way that is not known" in log[-1]
 
 
+SIZES = [(16, 32), (32, 16), (16, 64), (64, 16)]
+
+
 @pytest.mark.parametrize(
     ("family", "sizes", "caching"),
-    [
-        pytest.param(
-            family,
-            sizes,
-            (number + place) % 2 == 0,
-            id=f"{family}-{sizes[0]} to {sizes[1]}",
-        )
-        for number, family in enumerate(FAMILIES)
-        for place, sizes in enumerate([(16, 32), (32, 16), (16, 64), (64, 16)])
-    ],
+    in_turns(FAMILIES, {f"{theirs} to {ours}": (theirs, ours) for theirs, ours in SIZES}),
 )
 def test_blocks_of_another_size(engine, family, sizes, caching):
     """With and without a prefix cache in turn: each family meets all sizes, and both kinds of

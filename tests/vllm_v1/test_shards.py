@@ -24,14 +24,14 @@ from .harness import (
     HANDOFF,
     assert_clean,
     hand_off,
-    leased,
     prompt,
     require_right_handoffs,
-    run,
+    slots,
     wait,
 )
 from .places import Place, ask, publish
 from .stores import MASTER
+from .test_head_copies import require_void
 from .test_stripes import LENGTHS, published
 
 pytestmark = pytest.mark.vllm
@@ -256,25 +256,7 @@ def test_wrong_bytes_of_one_shard_are_noticed_by_its_rank(place, engine):
 
 
 def test_new_weights_void_what_each_rank_has(engine):
-    prefill, decode = (
-        engine(role, family="state and full", ranks=8) for role in ("kv_producer", "kv_consumer")
-    )
-    asked = prompt(8 * BLOCK + 1)
-    late = leased(prefill, decode, asked)
-    [handoff] = prefill.handoffs
-    generations = prefill.directory.pool.generation[handoff.held].tolist()
-    read = dict(zip(handoff.held.tolist(), generations, strict=True))
-    prefill.runner.weights = b"new"
-    assert prefill.scheduler.reset_prefix_cache(reset_connector=True)
-    for seed in range(2):  # the ranks say which weights they have, and hear what is void
-        prefill.generate(prompt(5, seed=seed))
-    for slot, generation in read.items():
-        for first in (0, 4):  # of the ranks of a head
-            arena = prefill.arena(first + slot % 4)
-            wait(lambda at=(arena, slot // 4, generation): at[0].header(at[1]).generation > at[2])
-    run([prefill, decode], lambda: decode.done(late))
-    assert decode.answers[late].tokens == engine(family="state and full").generate(asked, 6).tokens
-    assert_clean(prefill, decode)
+    require_void(engine, "state and full")
 
 
 def test_engines_that_divide_otherwise_are_no_neighbours(place, engine, monkeypatch):
@@ -326,3 +308,11 @@ def test_a_version_that_knows_no_shards_serves_one_that_does(engine):
     assert (key.num_shards, key.stripes, older.num_stripes) == (2, 1, 1)
     assert older.difference(key) is None
     assert not older.has_bytes_of(key)
+
+
+def test_an_arena_of_a_slot_a_rank_keeps_one_divided_block_and_comes_to_rest(engine):
+    alone = engine("kv_both", family="state and full", ranks=8, extra={"share": True, **slots(8)})
+    assert shards(alone) == 4
+    alone.generate(prompt(6 * BLOCK + 9))
+    alone.settle()
+    assert inspection.prefix_saves(alone.half).num_filled == 0
