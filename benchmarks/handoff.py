@@ -13,7 +13,8 @@ and NixlConnector where nixl is installed.
     python benchmarks/handoff.py [--quick]
     PYTHONPATH=tests/e2e/site python benchmarks/handoff.py    where the kernel is Linux 6.18
 
-writes results/handoff.md and results/handoff.png beside this file.
+writes results/handoff.md and results/handoff.png beside this file, and with `--default-arena`
+results/handoff_default_arena.md and .png.
 """
 
 import argparse
@@ -241,7 +242,8 @@ def markdown(
     repeats: int,
     title: str = "Hand-off between two vLLM engines",
     where: str = "on the prefill engine",
-    picture: str = "![What a hand-off costs, in copies of its bytes](handoff.png)",
+    *,
+    picture: str,
 ) -> str:
     """The table. `where` says where the KV is when a prompt is *remote*."""
     lines = [
@@ -329,9 +331,11 @@ def main() -> None:
                 del config["kv_connector_extra_config"]["arena_gib"]
             results[name] = measure(name, config, model, Path(folder), lengths, repeats, memcpy)
             # Written after each connector, so that a run cut short leaves what it measured.
-            text = markdown(results, command, repeats)
-            (arguments.output / "handoff.md").write_text(text)
-            plot(results, arguments.output / "handoff.png")
+            page = "handoff_default_arena" if arguments.default_arena else "handoff"
+            picture = f"![What a hand-off costs, in copies of its bytes]({page}.png)"
+            text = markdown(results, command, repeats, picture=picture)
+            (arguments.output / f"{page}.md").write_text(text)
+            plot(results, arguments.output / f"{page}.png")
 
 
 if __name__ == "__main__":

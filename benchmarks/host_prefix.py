@@ -136,7 +136,7 @@ def main() -> None:
                 repeats,
                 title,
                 "in the arena of another engine",
-                "![What a hit costs, in copies of its bytes](host_prefix.png)",
+                picture="![What a hit costs, in copies of its bytes](host_prefix.png)",
             )
             (arguments.output / "host_prefix.md").write_text(text)
             handoff.plot(results, arguments.output / "host_prefix.png", "a hit", target=1.2)

@@ -18,7 +18,9 @@ from .harness import InProcessEngine, prompt, wait
 
 PREFIX = prompt(6 * BLOCK)
 QUESTION = PREFIX + prompt(10, seed=1)
-MASTER = {"store": {"master": "127.0.0.1:50051"}}
+# Patient, so that a busy machine makes no lookup late; `IMPATIENT` waits as long as users do.
+MASTER = {"store": {"master": "127.0.0.1:50051", "lookup_timeout_s": 30}}
+IMPATIENT = {"store": {"master": "127.0.0.1:50051"}}
 
 
 class SwitchedShelf(Shelf):

@@ -10,7 +10,7 @@ from tests import inspection
 from tests.toy import BLOCK
 
 from .harness import assert_clean, prompt
-from .stores import PREFIX, QUESTION, landed, publish
+from .stores import IMPATIENT, PREFIX, QUESTION, landed, publish
 
 pytestmark = pytest.mark.vllm
 
@@ -38,7 +38,7 @@ def test_a_store_that_goes_while_it_is_read(sharer, shelf, tokens, policy):
 
 
 def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_told(sharer, shelf, tokens):
-    first, second = sharer(), sharer()
+    first, second = sharer(), sharer(extra=IMPATIENT)
     publish(first, shelf)
     questions = [QUESTION, *(prompt(40, seed=seed) for seed in range(3))]
     expected = [tokens(each, 6) for each in questions]
@@ -71,7 +71,7 @@ def test_a_slow_store_costs_saves_not_time(sharer, shelf, tokens, monkeypatch):
     monkeypatch.setattr(store_jobs, "_MAX_ROWS", 2)
     monkeypatch.setattr(store_jobs, "_PUT_S", 1.0)
     monkeypatch.setattr(store_jobs, "_STAGING_WAIT_S", 0.05)
-    engine = sharer()
+    engine = sharer(extra=IMPATIENT)
     shelf.stalled = True
     assert engine.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
     assert engine.count("blocks_dropped") == 4
