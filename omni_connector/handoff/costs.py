@@ -3,15 +3,18 @@
 
 A load of a short prompt may take longer than its computation: it asks for a lease, starts a job and
 hears of its end with a step. The decode engine knows both from what it has done before. Where its
-own computation is clearly the sooner, it makes no hand-off.
+own computation is the sooner, it makes no hand-off.
+
+A loaded prompt has a step to wait for, too: that of its last token. So a load saves the time by
+which a step that computes all of the prompt takes longer than one that computes a token or a few.
+It saves that time to each other request of the engine as well, as a step is shared by all.
 
 Loads are compared with computations of about their own length alone, peer by peer:
 
     tokens    1   2   3-4   5-8   9-16   17-32   33-64 ...
     class     0   1   2     3     4      5       6
 
-The engine is slow to refuse hand-offs, as a computation also delays the requests beside it, and
-soon makes them again. It refuses none before it has seen enough loads and computations of a class.
+The engine refuses none before it has seen enough loads and computations of a class.
 """
 
 import logging
@@ -31,13 +34,14 @@ SAMPLES: Final = 32
 """Durations of each class that are kept, the newest. Each hand-off is made until there are so many
 of its class."""
 
-MARGIN: Final = 2.0
-"""A hand-off is refused if its load takes more than so many times what its computation costs. The
-prompts of one class differ in length by no more than that."""
+MARGIN: Final = 1.25
+"""Hand-offs of a class begin to be refused when their loads take more than so many times the time
+that they save."""
 
-STAY: Final = 1.5
-"""Hand-offs of a class are refused until their loads take less than so many times as long. Between
-this and `MARGIN` nothing changes, so durations that vary a little do not change the decision."""
+STAY: Final = 0.8
+"""Hand-offs of a class are refused until their loads take less than so many times the time that
+they save. Between this and `MARGIN` nothing changes, so durations that vary a little do not change
+the decision."""
 
 EXPLORED: Final = 8
 """Of the hand-offs that are to be refused, one in so many is made, so that the durations of loads
@@ -78,19 +82,13 @@ class HandoffCosts:
     """
 
     def __init__(self) -> None:
-        # When each step began that has not ended, and the tokens of prompts that began with it;
-        # None for a step that computes nothing.
-        self._steps: deque[tuple[float, int | None]] = deque(maxlen=_MOST_STEPS)
-        self._answering = _durations()  # of steps that begin no prompt
+        # When each step began that has not ended, and the tokens of prompts that began with it.
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_MOST_STEPS)
         self._computing: dict[int, deque[float]] = {}  # of steps that begin prompts, by class
         self._loads: BoundedMap[tuple[str, int], _Loads] = BoundedMap(_MOST_CLASSES)
 
-    def step_begins(self, now: float, tokens: int | None) -> None:
-        """A step begins.
-
-        Args:
-            tokens: that it computes of prompts that begin with it; None if it computes nothing.
-        """
+    def step_begins(self, now: float, tokens: int) -> None:
+        """A step begins, which computes so many tokens of prompts that begin with it."""
         self._steps.append((now, tokens))
 
     def step_ends(self, now: float) -> None:
@@ -100,8 +98,6 @@ class HandoffCosts:
         began, tokens = self._steps.popleft()
         if tokens:
             self._computing.setdefault(_class_of(tokens), _durations()).append(now - began)
-        elif tokens is not None:
-            self._answering.append(now - began)
 
     def loaded(self, peer: str, tokens: int, seconds: float) -> None:
         """So many tokens were loaded from a peer in so much time. It counts from the lease request
@@ -124,19 +120,16 @@ class HandoffCosts:
         computing = self._computing.get(size, ())
         if loads is None or len(loads.seconds) < SAMPLES or len(computing) < SAMPLES:
             return False
-        loading = median(loads.seconds)
-        alone = median(computing)
-        usual = median(self._answering) if len(self._answering) == SAMPLES else 0.0
-        # Each request beside it waits for a step that takes longer than usual.
-        cost = alone + others * max(0.0, alone - usual)
-        loads.refused = loading > (STAY if loads.refused else MARGIN) * cost
+        loading, alone = median(loads.seconds), median(computing)
+        saved = (1 + others) * max(0.0, alone - self._shortest_step(size))
+        loads.refused = loading > (STAY if loads.refused else MARGIN) * saved
         if not loads.refused:
             return False
         if not loads.told:
             loads.told = True
             logger.info(
-                "Prompts of up to %d tokens are computed here, which takes %.1f ms, not fetched "
-                "from engine %r, which takes %.1f",
+                "Prompts of up to %d tokens are computed here, in steps of %.1f ms, not fetched "
+                "from engine %r, which takes %.1f ms besides a step",
                 1 << size,
                 1e3 * alone,
                 peer,
@@ -144,6 +137,13 @@ class HandoffCosts:
             )
         loads.refusable += 1
         return loads.refusable % EXPLORED > 0
+
+    def _shortest_step(self, size: int) -> float:
+        """What a step takes that computes what a load of this class leaves to compute: of the
+        steps that begin prompts, those of the fewest tokens; 0 where shorter ones are not known."""
+        known = (each for each in self._computing if len(self._computing[each]) == SAMPLES)
+        fewest = min(known, default=size)
+        return median(self._computing[fewest]) if fewest < size else 0.0
 
 
 def _class_of(tokens: int) -> int:

@@ -440,13 +440,12 @@ class HandoffReceiver:
         if noted := set(block_ids) - {NULL_BLOCK_ID}:
             self.incomplete.setdefault(request_id, set()).update(noted)
 
-    def build(self, meta: CopyWork, *, computes: bool, begun: int | None = None) -> None:
+    def build(self, meta: CopyWork, *, computes: bool, begun: int = 0) -> None:
         """Add this step's loads to `meta`.
 
         Args:
             computes: whether this step, or an earlier one under way, computes anything.
-            begun: tokens that this step computes of prompts that begin with it; None if it computes
-                nothing.
+            begun: tokens that this step computes of prompts that begin with it.
         """
         self._lingers_until = None
         self._costs.step_begins(self._clock(), begun)

@@ -580,7 +580,7 @@ class OmniScheduler:
             self._report.prompt(request.req_id, tokens, request.num_computed_tokens)
             begun += scheduled[request.req_id]
         if self._receiver is not None:
-            self._receiver.build(meta, computes=not meta.idle, begun=begun if computes else None)
+            self._receiver.build(meta, computes=not meta.idle, begun=begun)
         if self._shared is not None:
             self._shared.build(meta)
             if known:  # else nobody may have what is computed

@@ -13,7 +13,7 @@ import pytest
 from omni_connector.copy.held_blocks import CopyLedger
 from omni_connector.copy.jobs import LoadSpec
 from omni_connector.handoff.client import Lease, LeaseDeniedError, PendingLease
-from omni_connector.handoff.costs import SAMPLES
+from omni_connector.handoff.costs import MARGIN, SAMPLES
 from omni_connector.handoff.messages import HandshakeReply, LeaseGranted
 from omni_connector.handoff.params import RemotePrefill
 from omni_connector.handoff.prompt import Prompt
@@ -303,8 +303,8 @@ def test_a_hand_off_that_takes_longer_than_computing_is_dropped(
 ) -> None:
     for _ in range(SAMPLES):
         load_in(decode, 0.05, 10.0, load_s)  # the prompt would wait for room in any case
-        compute_in(decode, 0.04)
-    slower = 0.05 + load_s > 2 * 0.04
+        compute_in(decode, 0.064)
+    slower = 0.05 + load_s > MARGIN * 0.064
     assert decode.receiver.is_slower(REMOTE, TOKENS, others=0) == slower
     assert decode.receiver.is_slower(REMOTE, TOKENS, others=0) == slower
     assert decode.stats.failed == ({"slower_than_computing": 2} if slower else {})
