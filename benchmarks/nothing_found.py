@@ -11,8 +11,9 @@ processor's time of the idle engine cores is measured.
 
     python benchmarks/nothing_found.py [--rounds 12] [--answer 24] [--full] [--setting KEY=JSON ...]
 
-writes results/nothing_found.md beside this file. `--full` fills the arena first. At 0.99 the
-interval of twelve quiet rounds excludes 0.98; a busy machine needs more.
+writes results/nothing_found.md beside this file; with `--full`, which fills the arena first,
+nothing_found_full.md; and with answers of another length a page that has it in its name. At 0.99
+the interval of twelve quiet rounds excludes 0.98; a busy machine needs more.
 """
 
 import argparse
@@ -261,7 +262,7 @@ def markdown(
         about,
         "",
         f"{found[0][NONE].requests} random prompts a round, {SHORTEST} to {LONGEST} tokens, "
-        f"answers of {answer}, {AT_ONCE} at a time, to an engine without a connector, to one with "
+        f"answers of {answer} tokens, {AT_ONCE} at a time, to an engine without a connector, to one with "
         "a connector whose methods do nothing, and to one with `kv_both`, which stand on one core, "
         "in turns. Requests a second; and microseconds of the processor for a request that the "
         "engine core's main thread, its other threads and the engine's other processes used.",
@@ -306,7 +307,10 @@ def main(arguments: Sequence[str]) -> None:
         found, idle = measure(place, given.rounds, given.requests, given.answer, extra, given.full)
     given.output.mkdir(parents=True, exist_ok=True)
     text = markdown(found, idle, about, given.answer)
-    (given.output / "nothing_found.md").write_text(text)
+    page = "nothing_found_full" if given.full else "nothing_found"
+    if given.answer != ANSWER:
+        page += f"_{given.answer}_tokens"
+    (given.output / f"{page}.md").write_text(text)
     print(text)
 
 
