@@ -8,7 +8,7 @@ some in each step. Each method of the connector that vLLM calls is
 timed, and the times of a step are added up, for the scheduler half and for the worker half.
 Beside OmniKVConnector stands a connector whose methods do nothing.
 
-    python benchmarks/scheduler_step.py [--quick]
+    python benchmarks/scheduler_step.py [--quick] [--rounds 3]
 
 writes results/scheduler_step.md and results/scheduler_step.png beside this file.
 """
@@ -18,9 +18,10 @@ import contextlib
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,10 @@ class Times:
     worker: list[float] = field(default_factory=list)
     step: list[float] = field(default_factory=list)
     admission: float = 0.0
+
+
+Results = dict[tuple[str, Scene], list[Times]]
+"""Of each connector and scene, the rounds."""
 
 
 class Engine:
@@ -357,24 +362,39 @@ def p99(values: list[float]) -> float:
     return statistics.quantiles(values, n=100)[98]
 
 
-def row(connector: str, scene: Scene, times: Times) -> str:
+def figures(times: Times) -> tuple[float, ...]:
+    """The numbers of a row, in the order of its columns."""
     half, worker, step = (statistics.median(v) for v in (times.half, times.worker, times.step))
     mean, processor = statistics.mean(times.half), statistics.mean(times.processor)
-    return (
-        f"| {connector} | {scene} | {half:.1f} | {mean:.1f} | {p99(times.half):.1f} "
-        f"| {processor:.1f} | {p99(times.processor):.1f} | {worker:.1f} | {step:.0f} "
-        f"| {100 * mean / statistics.mean(times.step):.1f} | {times.admission:.1f} |"
-    )
+    part = 100 * mean / statistics.mean(times.step)
+    slowest, most = p99(times.half), p99(times.processor)
+    return half, mean, slowest, processor, most, worker, step, part, times.admission
 
 
-def markdown(results: dict[tuple[str, Scene], Times], command: str, steps: int) -> str:
+def row(connector: str, scene: Scene, rounds: Sequence[Times]) -> str:
+    """Medians of the rounds."""
+    columns = zip(*map(figures, rounds), strict=True)
+    cells = [f"{statistics.median(column):.1f}" for column in columns]
+    return f"| {' | '.join([connector, str(scene), *cells])} |"
+
+
+def spread(scene: Scene, rounds: Sequence[Times]) -> str:
+    """The lowest and the highest round of what there are targets for."""
+    columns = list(zip(*map(figures, rounds), strict=True))[:3]
+    cells = [f"{min(column):.1f} to {max(column):.1f}" for column in columns]
+    return f"| {' | '.join([str(scene), *cells])} |"
+
+
+def markdown(results: Results, command: str, steps: int) -> str:
+    rounds = len(next(iter(results.values())))
     lines = [
         "# The connector's part of a step with nothing to move",
         "",
         f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
         "",
-        f"Microseconds, medians of {steps} steps of vLLM's scheduler with requests that decode. "
+        f"Microseconds, medians of {steps} steps of vLLM's scheduler with requests that decode; "
+        f"of {rounds} rounds, each in the reverse order of the one before, the medians. "
         "*scheduler half*: inside the connector's methods; *step*: scheduling and updating, the "
         "connector included; *processor*: what the scheduler half used of it; "
         "*% of step*: of the means; *worker half*: all its methods in one "
@@ -393,17 +413,24 @@ def markdown(results: dict[tuple[str, Scene], Times], command: str, steps: int) 
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     lines += [row(*key, times) for key, times in results.items()]
+    if rounds > 1:
+        lines += ["", f"Of OmniKVConnector, the lowest and the highest of the {rounds} rounds:", ""]
+        lines += ["| running | scheduler half | its mean | 99 % |", "|---|---:|---:|---:|"]
+        lines += [spread(scene, each) for (name, scene), each in results.items() if name == OURS]
     lines += ["", "![Both halves by number of running requests](scheduler_step.png)"]
     return "\n".join([*lines, ""])
 
 
-def plot(results: dict[tuple[str, Scene], Times], path: Path) -> None:
+def plot(results: Results, path: Path) -> None:
     """Both halves by number of running requests."""
     figure, axes = plt.subplots(figsize=(6.5, 4.5), layout="constrained")
     for connector, colour in zip(CONNECTORS, ("tab:blue", "tab:gray"), strict=True):
         for part, style in (("half", "o-"), ("worker", "s:")):
             values = [
-                statistics.median(getattr(results[connector, Scene(running)], part))
+                statistics.median(
+                    statistics.median(getattr(times, part))
+                    for times in results[connector, Scene(running)]
+                )
                 for running in RUNNING
             ]
             label = f"{connector}, {'scheduler' if part == 'half' else 'worker'} half"
@@ -424,24 +451,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--rounds", type=int, help="3 by default, and 1 with --quick")
     arguments = parser.parse_args()
+    rounds = arguments.rounds or (1 if arguments.quick else 3)
     steps = 200 if arguments.quick else 1000
     register()
-    results = {}
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
         os.environ["OMNI_CONNECTOR_RUNTIME_DIR"] = str(Path(folder) / "run")
         model = make_model("llama", Path(folder) / "model")
         most = max(RUNNING)
         scenes = [*map(Scene, RUNNING), Scene(most, WAITING), Scene(most, block=SMALL)]
         scenes += [Scene(most, block=SMALL, tenants=MANY), Scene(most, block=SMALL, pins=MANY)]
-        for scene in scenes:
-            for connector in CONNECTORS:
-                if (scene.waiting or scene.tenants > 1 or scene.pins) and connector != OURS:
-                    continue
-                times = results[connector, scene] = measure(model, connector, scene, steps)
-                print(row(connector, scene, times), flush=True)
+        kinds = [
+            (connector, scene)
+            for scene in scenes
+            for connector in CONNECTORS
+            if connector == OURS or not (scene.waiting or scene.tenants > 1 or scene.pins)
+        ]
+        results: Results = {kind: [] for kind in kinds}
+        for number in range(rounds):
+            for kind in kinds if number % 2 == 0 else reversed(kinds):
+                times = measure(model, *kind, steps)
+                results[kind].append(times)
+                print(row(*kind, [times]), flush=True)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    command = "python benchmarks/scheduler_step.py" + (" --quick" if arguments.quick else "")
+    command = " ".join(["python benchmarks/scheduler_step.py", *sys.argv[1:]])
     (arguments.output / "scheduler_step.md").write_text(markdown(results, command, steps))
     plot(results, arguments.output / "scheduler_step.png")
 
