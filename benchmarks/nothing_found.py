@@ -264,8 +264,9 @@ def markdown(
         f"{found[0][NONE].requests} random prompts a round, {SHORTEST} to {LONGEST} tokens, "
         f"answers of {answer} tokens, {AT_ONCE} at a time, to an engine without a connector, to "
         "one with a connector whose methods do nothing, and to one with `kv_both`, which stand on "
-        "one core, in turns. Requests a second; and microseconds of the processor for a request that the "
-        "engine core's main thread, its other threads and the engine's other processes used.",
+        "one core, in turns. Requests a second; and microseconds of the processor for a request "
+        "that the engine core's main thread, its other threads and the engine's other processes "
+        "used.",
         "",
         HEADING,
         *(row(number, each) for number, each in enumerate(found, 1)),
