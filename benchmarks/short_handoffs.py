@@ -136,7 +136,7 @@ def markdown(found: dict[int, Times], about: str) -> str:
         "",
         f"*each is made*: the first {SAMPLES} pairs of a length, of which the decode engine makes "
         f"every hand-off. *the engine decides*: the next {repeats}, of which it refuses those that "
-        f"are clearly slower than computing (by default), but makes one in {EXPLORED} of these all "
+        f"are slower than computing, but makes one in {EXPLORED} of these all "
         "the same ([why](../../docs/architecture.md#hand-offs-that-are-slower-than-computing)).",
         "",
         "| tokens | each is made: computed | handed off | ratio | refused | the engine decides: "
