@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a change costs: a benchmark here and at another commit, in turns.
 
-    python benchmarks/paired.py [--rounds 5] [--differ 5] objects HEAD~1 [-- ARGUMENTS]
+    python benchmarks/paired.py [--rounds 5] [--differ 5 | --columns] objects HEAD~1 [-- ARGUMENTS]
 
 Runs benchmarks/objects.py of this checkout and of a temporary one of that commit, by default with
 `--quick`, and swaps their order in each round, so that both meet the same machine. For every number
 of their tables it prints the medians of both, and the median, lowest and highest of the rounds'
-ratios, here by there. Nothing is written to results/.
+ratios, here by there; with `--columns` these of the mean of a column. Nothing is written to
+results/; results/paired.md is put together by hand from what was printed.
 """
 
 import argparse
@@ -116,6 +117,28 @@ def table(here: list[dict[Row, float]], there: list[dict[Row, float]], differ: f
     return "\n".join(lines)
 
 
+def columns(here: list[dict[Row, float]], there: list[dict[Row, float]]) -> str:
+    """For each column the geometric mean of its rows' ratios: the median of the rounds, the lowest
+    and the highest. Columns that never change are settings, and are left out."""
+    common = set.intersection(*(set(each) for each in (*here, *there)))
+    ratios: dict[tuple[str, str], list[list[float]]] = {}
+    for row in (each for each in here[0] if each in common):
+        ours, theirs = [each[row] for each in here], [each[row] for each in there]
+        if len({*ours, *theirs}) == 1 or min(*ours, *theirs) <= 0.0:
+            continue
+        pairs = [one / other for one, other in zip(ours, theirs, strict=True)]
+        ratios.setdefault((row[0], row[2]), []).append(pairs)
+    lines = [
+        "| table | column | figures | here / there | lowest | highest |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for (table, column), rows in ratios.items():
+        means = sorted(map(statistics.geometric_mean, zip(*rows, strict=True)))
+        spread = f"{statistics.median(means):.2f} | {means[0]:.2f} | {means[-1]:.2f}"
+        lines.append(f"| {table} | {column} | {len(rows)} | {spread} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -124,6 +147,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="runs of each side")
     parser.add_argument(
         "--differ", type=float, default=0.0, help="leave out what differs by less, in percent"
+    )
+    parser.add_argument(
+        "--columns", action="store_true", help="one line a column: the mean of its rows' ratios"
     )
     parser.add_argument("arguments", nargs="*", help="of the benchmark, behind --")
     arguments = parser.parse_args()
@@ -138,7 +164,7 @@ def main() -> None:
             for side, found in sides if number % 2 else reversed(sides):
                 found.append(run(side, arguments.benchmark, given))
             print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
-    print(table(here, there, arguments.differ))
+    print(columns(here, there) if arguments.columns else table(here, there, arguments.differ))
 
 
 if __name__ == "__main__":

@@ -64,6 +64,14 @@ def test_rounds_are_compared_pair_by_pair(paired: Any) -> None:
     assert len(paired.table(here, there, 150.0).splitlines()) == 2
 
 
+def test_a_column_is_the_geometric_mean_of_its_rows(paired: Any) -> None:
+    first, second, same = ("t", "r", "ms"), ("t", "s", "ms"), ("t", "r", "MiB")
+    here = [{first: ours, second: 8.0, same: 16.0} for ours in (2.0, 8.0, 18.0)]
+    there = [{first: 1.0, second: 4.0, same: 16.0} for _ in here]
+    _, _, *rows = paired.columns(here, there).splitlines()
+    assert rows == ["| t | ms | 2 | 4.00 | 2.00 | 6.00 |"]
+
+
 @pytest.mark.parametrize(
     "name", ["block_index", "data_plane", "handoff", "objects", "scheduler_step", "store"]
 )
