@@ -25,6 +25,7 @@ from vllm.v1.core.block_pool import BlockPool
 from omni_connector.handoff.leases import Handoff, SlotDirectory
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.sender import HandoffSender
+from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.runtime.context import PROCESS_CONTEXT
 
@@ -47,13 +48,26 @@ def hashes(number: int, common: int) -> list[bytes]:
 
 def sender(directory: SlotDirectory) -> HandoffSender:
     shape = GroupShape(
-        kind="full_attention", block_size=BLOCK, attention_type="all", layers="", pages=("K",)
+        kind="full_attention",
+        block_size=BLOCK,
+        attention_type="all",
+        layers="0",
+        pages=(f"H8.N{BLOCK}.C256",),
+    )
+    compatibility = CompatibilityKey(
+        model="benchmark",
+        dtype="bfloat16",
+        kv_dtype="auto",
+        integrity="full",
+        kv_heads=8,
+        ranks=1,
+        groups=(shape,),
     )
     ledger: Any = None  # no copy is made
     return HandoffSender(
         directory=directory,
         ledger=ledger,
-        compatibility=SimpleNamespace(groups=(shape,), ranks=1),  # type: ignore[arg-type]
+        compatibility=compatibility,
         group_ids=(0,),
         engine_id="benchmark",
         epoch=b"",
