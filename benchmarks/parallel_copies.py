@@ -307,7 +307,7 @@ class Fetching(InPlace):
 
     def attach(self, endpoint: Endpoint, *, timeout: float) -> OwnArena:
         found = super().attach(endpoint, timeout=timeout)
-        return FetchedArena(endpoint, found._arena)
+        return FetchedArena(endpoint, found._view)
 
 
 def run_on(cores: int, copy_threads: int, repeats: int) -> tuple[Constants, dict[str, float]]:
@@ -422,9 +422,9 @@ class TimedCopy:
         self._copy = copy
         self.seconds = 0.0
 
-    def copying(self, *places: Any, checksum: bool) -> Callable[[slice], None]:
+    def copying(self, *places: Any, **settings: Any) -> Callable[[slice], None]:
         """As `NativeCopy.copying`."""
-        run = self._copy.copying(*places, checksum=checksum)
+        run = self._copy.copying(*places, **settings)
 
         def copy(slots: slice) -> None:
             self.seconds += timed(lambda: run(slots))

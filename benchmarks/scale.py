@@ -101,11 +101,11 @@ class Bench:
         name = number % PEERS, number
         prompt = handoff.prompt
         digest = prompt.digest("blocks")
-        state, _ = self.timed(
+        answer = self.timed(
             "lease",
             lambda: self.directory.lease(handoff.token, prompt.num_tokens, digest, "blocks", name),
         )
-        assert state is LeaseState.GRANTED
+        assert answer.state is LeaseState.GRANTED
         return name
 
     def hand_off(self, prompt: Prompt, operation: str) -> None:
