@@ -268,6 +268,10 @@ def markdown(
         "that the engine core's main thread, its other threads and the engine's other processes "
         "used.",
         "",
+        "The model has 4 KiB of KV a token: its steps are short, so that the connector's part of "
+        "them is large. [share_cost.md](share_cost.md) has prompts of 1,025 tokens and a model "
+        "with 128 KiB a token.",
+        "",
         HEADING,
         *(row(number, each) for number, each in enumerate(found, 1)),
         "",

