@@ -342,11 +342,10 @@ def measure(model: Path, connector: str, scene: Scene, steps: int) -> Times:
         ):
             made.step()
         times.admission = 1e6 * made.stopwatch.take()[0] / running
-        warm = steps // 10
         for number in range(steps):
             whole, worker = made.step()
             half, processor = made.stopwatch.take()
-            if number >= warm:
+            if number >= warm_up(steps):
                 times.half.append(1e6 * half)
                 times.processor.append(1e6 * processor)
                 times.worker.append(1e6 * worker)
@@ -356,6 +355,11 @@ def measure(model: Path, connector: str, scene: Scene, steps: int) -> Times:
         if len(requests) != running + waiting:
             raise RuntimeError(f"{len(requests) - running} requests wait, not {waiting}")
     return times
+
+
+def warm_up(steps: int) -> int:
+    """The first of so many steps, which do not count."""
+    return steps // 10
 
 
 def p99(values: list[float]) -> float:
@@ -393,15 +397,17 @@ def markdown(results: Results, command: str, steps: int) -> str:
         f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
         "",
-        f"Microseconds, medians of {steps} steps of vLLM's scheduler with requests that decode; "
-        f"of {rounds} rounds, each in the reverse order of the one before, the medians. "
-        "*scheduler half*: inside the connector's methods; *step*: scheduling and updating, the "
-        "connector included; *processor*: what the scheduler half used of it; "
-        "*% of step*: of the means; *worker half*: all its methods in one "
-        "step; *admission*: scheduler half for one new request, from its arrival to the end of its "
-        "prefill.",
+        f"Microseconds, medians of {steps - warm_up(steps)} steps of vLLM's scheduler with "
+        f"requests that decode; of {rounds} rounds, each in the reverse order of the one before, "
+        "the medians. *scheduler half*: inside the connector's methods; *step*: scheduling and "
+        "updating, the connector included; *processor*: what the scheduler half used of it, and "
+        "the reading of the clocks around each call; *% of step*: of the means; *worker half*: all "
+        "its methods in one step; *admission*: scheduler half for one new request, from its "
+        "arrival to the end of its prefill.",
         "",
         f"*256 + {WAITING}*: beside them {WAITING} requests wait for room in a full arena. "
+        "Hand-offs hold all its slots, so blocks that answers fill get none; and each batch of "
+        "them is considered by Python, where machine code would give it slots in one call. "
         f"Target: {TARGET_US:.0f} µs for the scheduler half in each row. *filling*: there is "
         f"something to move: blocks of {SMALL} tokens instead of {LARGE}, of which the answers "
         "fill 16 a step, and which are kept; the threads that copy them run beside it. *tenants*: "
