@@ -334,7 +334,9 @@ def second_table(rows: list[tuple[int, int, list[float]]], commit: str, repeats:
         f"## Beside {commit}",
         "",
         "Saves with sums here, and saves of the package at that commit, which has none; both in "
-        "one process, in turns, from and to the same memory. *µs*: of a job of a single block. "
+        "one process, in turns, from and to the same memory. So these ratios are not those of the "
+        "table above, which compares two savers of this package: what has become faster here "
+        "since that commit is in both of them. *µs*: of a job of a single block. "
         "Ratios are of speeds, here by there: medians "
         f"of {repeats} rounds of processor time. *itself*: that package, loaded twice, beside "
         "itself.",
