@@ -263,10 +263,18 @@ def markdown(results: Results, load: Load, about: str) -> str:
         "acceptance length, 1 + accepted tokens a draft; *at 1, 2, 3*: the part of the drafts "
         "accepted at each position; *ratio*: of the length, beside no connector; *within 5 %*: "
         "length, and the positions at which an engine without a connector accepts "
-        f"{100 * OFTEN:.0f} % of the drafts or more, as vLLM's `spec_decode_acceptance_test.sh` "
-        "asks; *remote*: the part of the prompts' tokens whose KV came from the prefill engine. "
+        f"{100 * OFTEN:.0f} % of the drafts or more; vLLM's `spec_decode_acceptance_test.sh` allows "
+        "as much; *remote*: the part of the prompts' tokens whose KV came from the prefill engine. "
         "The control has no drafter at the prefill engine; it shows that lost KV of the drafter "
         "would be seen.",
+        "",
+        "vLLM's script itself was not run: it downloads its models and prompts, and needs two GPUs. "
+        "It asks the same of a router, a prefill and a decode engine, with these differences. Its "
+        "models are trained, and drafted for by EAGLE-3 or MTP; those here are made with random "
+        "weights. Its prompts are those of MT-Bench, one at a time; `--mt-bench` sends them, on a "
+        "machine that may download them. It compares all positions; its models accept a third of "
+        "the drafts and more at each. Its baselines are written down; here an engine without a "
+        "connector is measured in the same run.",
         "",
         "| method | configuration | drafts | length | ratio | at 1 | at 2 | at 3 | within 5 % "
         "| remote % |",

@@ -299,6 +299,9 @@ def write(
         "turn before had computed and that are repeated. Hits in vLLM's own cache, which holds all "
         "full blocks of an engine, are counted, too, so that there may be more than 100 %.",
         "",
+        "There is no row for larger blocks, such as those of 8,960 tokens that some models have: no "
+        f"conversation of {LONGEST:,} tokens would fill one.",
+        "",
     ]
     for template, head in HEADS.items():
         if template not in {setting.template for setting, _ in rows}:
