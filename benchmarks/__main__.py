@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every benchmark, each in a process of its own; arguments are passed on to all of them.
+"""Runs the benchmarks, each in a process of its own.
 
     python -m benchmarks [--quick]
+
+Arguments are passed on; each benchmark knows `--quick`. Each writes its page anew, without what was
+written by hand below its tables. `device` is run where PyTorch finds a GPU. Left out are what needs
+another option (`partial_tails.py --without-thoughts`, `handoff.py --default-arena`, `part_sums.py
+--beside COMMIT`) and the mutants of the tests (`make mutants`, `make mutants-sample`).
 
 To compare one with that of another commit: `python benchmarks/paired.py`.
 """
@@ -10,13 +15,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 BENCHMARKS = (
     "data_plane",
     "load_beside_save",
     "parallel_copies",
+    "unlike_engines",
+    "stripes",
+    "part_sums",
     "fresh_arena",
     "weights_digest",
     "scheduler_step",
+    "prefix_calls",
     "handoff_open",
     "scale",
     "cluster",
@@ -37,16 +48,22 @@ BENCHMARKS = (
     "timeline",
     "serving",
     "serving_prefixes",
+    "nothing_found",
+    "share_cost",
     "acceptance",
     "weight_files",
     "hostile_bytes",
+    "wrong_answers",
+    "rolling_restarts",
+    "soak",
 )
+ON_A_GPU = ("device",)
 
 
 def main() -> int:
     here = Path(__file__).parent
     failed = []
-    for name in BENCHMARKS:
+    for name in (*BENCHMARKS, *(ON_A_GPU if torch.cuda.is_available() else ())):
         print(f"== {name}", flush=True)
         command = [sys.executable, str(here / f"{name}.py"), *sys.argv[1:]]
         if subprocess.run(command, check=False).returncode != 0:

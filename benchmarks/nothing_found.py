@@ -10,6 +10,7 @@ of the other processes of the engine. In the end all engines get nothing for a w
 processor's time of the idle engine cores is measured.
 
     python benchmarks/nothing_found.py [--rounds 12] [--answer 24] [--full] [--setting KEY=JSON ...]
+                                       [--quick]
 
 writes results/nothing_found.md beside this file; with `--full`, which fills the arena first,
 nothing_found_full.md; and with answers of another length a page that has it in its name. At 0.99
@@ -302,14 +303,16 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--full", action="store_true", help="fill the arena first")
     parser.add_argument("--setting", action="append", default=[], help="KEY=JSON of the connector")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 40 prompts")
     given = parser.parse_args(arguments)
+    rounds, requests = (2, 40) if given.quick else (given.rounds, given.requests)
     extra = {key: json.loads(value) for key, _, value in (s.partition("=") for s in given.setting)}
     command = " ".join(["python benchmarks/nothing_found.py", *arguments])
     about = machine(command, os.getloadavg()[0])
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
         place = Place(Path(folder), family="llama", max_tokens=1024, kv_cache_bytes=256 << 20)
         print(HEADING, flush=True)
-        found, idle = measure(place, given.rounds, given.requests, given.answer, extra, given.full)
+        found, idle = measure(place, rounds, requests, given.answer, extra, given.full)
     given.output.mkdir(parents=True, exist_ok=True)
     text = markdown(found, idle, about, given.answer)
     page = "nothing_found_full" if given.full else "nothing_found"
