@@ -197,9 +197,9 @@ def markdown(results: Results, sizes: dict[str, str], command: str) -> str:
         "`auto` learns by depth: how many of a prompt's first blocks were found, by powers of two. "
         "A look-up finds that out anyway, and it tells the turns of a conversation from documents "
         "that come once: *auto, one depth* has one count for all prompts. Nothing else is told "
-        "apart. A first turn of a conversation counts with documents, and prompts of all cache salts "
-        f"count together: a count passes nothing over before {eviction.LEAST} new blocks, so one for "
-        "each salt would copy so many for each; and clients choose their salts.",
+        "apart. A first turn of a conversation counts with documents, and prompts of all cache "
+        f"salts count together: a count passes nothing over before {eviction.LEAST} new blocks, so "
+        "one for each salt would copy so many for each; and clients choose their salts.",
         "",
         *(f"- {name}: {size}" for name, size in sizes.items()),
         "",

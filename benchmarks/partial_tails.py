@@ -299,8 +299,8 @@ def write(
         "turn before had computed and that are repeated. Hits in vLLM's own cache, which holds all "
         "full blocks of an engine, are counted, too, so that there may be more than 100 %.",
         "",
-        "There is no row for larger blocks, such as those of 8,960 tokens that some models have: no "
-        f"conversation of {LONGEST:,} tokens would fill one.",
+        "There is no row for larger blocks, such as those of 8,960 tokens that some models have: "
+        f"no conversation of {LONGEST:,} tokens would fill one.",
         "",
     ]
     for template, head in HEADS.items():

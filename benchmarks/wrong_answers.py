@@ -381,9 +381,9 @@ def markdown(rows: Sequence[tuple[Scene, str, Outcome]], command: str) -> str:
         "hand-off before each scene; *leaked*: of the KV cache, held without a request after "
         f"{LEFT_S:g} s.",
         "",
-        "LMCache has no part in the scenes of hand-offs: its engines share through its server, where "
-        "no lease ends. NixlConnector has none in the scene of engines that share: it hands prompts "
-        "off, and shares no prefixes.",
+        "LMCache has no part in the scenes of hand-offs: its engines share through its server, "
+        "where no lease ends. NixlConnector has none in the scene of engines that share: it hands "
+        "prompts off, and shares no prefixes.",
         "",
         "| scene | connector | right | wrong | error | none | longest, s | moved | leaked |",
         "|:--|:--|--:|--:|--:|--:|--:|--:|--:|",
