@@ -383,7 +383,8 @@ def markdown(rows: Sequence[tuple[Scene, str, Outcome]], command: str) -> str:
         "",
         "LMCache has no part in the scenes of hand-offs: its engines share through its server, "
         "where no lease ends. NixlConnector has none in the scene of engines that share: it hands "
-        "prompts off, and shares no prefixes.",
+        "prompts off, and shares no prefixes. MooncakeConnector does not start on a CPU: its "
+        "worker asks PyTorch for the number of an accelerator.",
         "",
         "| scene | connector | right | wrong | error | none | longest, s | moved | leaked |",
         "|:--|:--|--:|--:|--:|--:|--:|--:|--:|",
