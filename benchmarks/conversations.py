@@ -9,7 +9,8 @@ arrive in the same order in each configuration, some of them at a time:
 - two `kv_both` engines of OmniKVConnector behind the same router;
 - a prefill and a decode engine of OmniKVConnector;
 - vLLM's OffloadingConnector on each of two engines, which runs on GPUs only;
-- LMCache's multi-process mode under two engines, where lmcache is installed.
+- LMCache's multi-process mode under two engines, where lmcache is installed;
+- a prefill and a decode engine of NixlConnector, if `--configuration` asks for it.
 
 The answers of the engines without a connector are what all others must answer, and what the next
 turns go on with.
@@ -17,7 +18,10 @@ turns go on with.
     python benchmarks/conversations.py [--sessions 20] [--turns 10] [--shared-tokens 8192] [--quick]
 
 writes results/conversations.md and results/conversations.png beside this file. The exit status is 1
-if an answer was wrong.
+if an answer was wrong. On a machine with GPUs (with a model, the size of the KV caches is needed):
+
+    python benchmarks/conversations.py --model Qwen/Qwen3-8B --gpus 0,1 --kv-cache-gib 4 \
+        --host-gib 32 --sessions 40 --vllm-arguments "--dtype bfloat16"
 """
 
 import argparse
@@ -39,7 +43,17 @@ from typing import Any
 import lmcache_server
 import matplotlib as mpl
 import numpy as np
-from serving import NIXL, NONE, RESULTS, Place, cores, machine
+from serving import (
+    NIXL,
+    NIXL_THREADS,
+    NONE,
+    RESULTS,
+    Place,
+    Sizes,
+    cores,
+    machine,
+    nixl_installed,
+)
 from traces import Turn, dialogues
 
 from omni_connector.cli.engines import Router, running
@@ -64,6 +78,11 @@ CONCURRENT = 4
 HOST_GIB = 2
 ANSWER_S = 600.0
 WARM_UP_TOKENS = 16
+UNASKED = (
+    "measured only if `--configuration` asks for it. A thread of NIXL polls on the core where an "
+    "engine computes: [prompts that begin alike](serving_prefixes.md) have a fifth of the requests "
+    "a second there."
+)
 # An exception at the start of a line, or behind the prefix of a log.
 _RAISED = re.compile(r"(?:^|\] )(\w*(?:Error|Exception): .+)$", re.MULTILINE)
 
@@ -288,17 +307,11 @@ def measure(
 
 
 @contextlib.contextmanager
-def configuration(
-    name: str, folder: Path, gib: int = HOST_GIB
-) -> Iterator[Mapping[str, Any] | None]:
-    """The `--kv-transfer-config` of the engines; what else they need runs meanwhile.
-
-    Args:
-        gib: memory for what the KV caches do not hold, of two engines together.
-    """
-    each = gib / 2
+def configuration(name: str, folder: Path, sizes: Sizes) -> Iterator[Mapping[str, Any] | None]:
+    """The `--kv-transfer-config` of the engines; what else they need runs meanwhile."""
+    each = sizes.host_gib / 2
     if name == LMCACHE:
-        with lmcache_server.server(folder, gib) as config:
+        with lmcache_server.server(folder, sizes.host_gib) as config:
             yield config
         return
     ours = {
@@ -309,7 +322,7 @@ def configuration(
         "kv_connector": OFFLOADING,
         "kv_connector_extra_config": {"cpu_bytes_to_use": int(each * 2**30)},
     }
-    nixl = {"kv_connector": NIXL, "kv_buffer_device": "cpu"}
+    nixl = {"kv_connector": NIXL, "kv_buffer_device": sizes.kv_buffer_device}
     configs = {SHARE: ours, PD: ours, OFFLOADING: offloading, NIXL_PD: nixl}
     yield configs.get(name)
 
@@ -346,9 +359,16 @@ def markdown(
     workload: Workload,
     about: str,
     rounds: int,
+    sizes: Sizes,
 ) -> str:
     sessions = len({turn.session for turn in workload.turns})
     distinct, cache = workload.distinct(), workload.cache_tokens()
+    if sizes.kv_cache_bytes is None:
+        tokens = f"{distinct:,} tokens, {distinct * TOKEN_BYTES >> 20} MiB of KV"
+        holds = f"holds {cache:,} tokens, {cache * TOKEN_BYTES >> 20} MiB"
+    else:
+        tokens = f"{distinct:,} tokens. Model: `{sizes.model or FAMILY}`"
+        holds = f"has {sizes.kv_cache_bytes / 2**30:g} GiB"
     lines = [
         "# Conversations",
         "",
@@ -356,10 +376,10 @@ def markdown(
         "",
         f"{sessions} conversations of {len(workload.turns) // sessions} turns after a shared "
         f"prompt of {len(workload.shared):,} tokens, {workload.concurrent} turns at a time: "
-        f"{distinct:,} tokens, {distinct * TOKEN_BYTES >> 20} MiB of KV. The KV cache of each of "
-        f"two engines holds {cache:,} tokens, {cache * TOKEN_BYTES >> 20} MiB; a connector has "
-        f"{HOST_GIB} GiB of memory for both. Lengths of questions and answers: "
-        f"`traces.dialogues`. Each engine computes on one core. Rounds: {rounds}, every second one "
+        f"{tokens}. The KV cache of each of two engines {holds}; a connector has "
+        f"{sizes.host_gib:g} GiB of memory for both. Lengths of questions and answers: "
+        f"`traces.dialogues`. Each engine computes on one {sizes.computes_on}. "
+        f"Rounds: {rounds}, every second one "
         "in the other order; in each a configuration runs alone and begins with nothing cached.",
         "",
         "Of the tokens of all prompts, in percent: those whose KV was in the engine's own KV "
@@ -375,8 +395,11 @@ def markdown(
         f"|---|{14 * '---:|'}",
         *(row(name, each, results[NONE]) for name, each in results.items()),
     ]
-    if absent:
-        lines += ["", *(f"- {name} does not run here: {why}" for name, why in absent.items())]
+    notes = [f"- {name} does not run here: {why}" for name, why in absent.items()]
+    if not sizes.gpus:
+        notes += [f"- {NIXL_PD}: {NIXL_THREADS if NIXL_PD in results else UNASKED}"]
+    if notes:
+        lines += ["", *notes]
     wrong = [f"- {name}: {each}" for name, found in results.items() for each in found.wrong]
     if wrong:
         lines += ["", "## Wrong", "", *wrong[:50]]
@@ -405,7 +428,7 @@ def plot(results: Mapping[str, Sequence[Replay]], sessions: int, path: Path) -> 
 
 
 def compare(
-    place: Place, workload: Workload, names: Sequence[str], rounds: int
+    place: Place, workload: Workload, names: Sequence[str], rounds: int, sizes: Sizes
 ) -> Iterator[tuple[dict[str, list[Replay]], dict[str, str]]]:
     """The rounds so far of each configuration, and why others have none, after each."""
     results: dict[str, list[Replay]] = {}
@@ -416,7 +439,7 @@ def compare(
             continue
         expected = [reply.answer for reply in results[NONE][0].replies] if results else None
         start = time.monotonic()
-        with configuration(name, place.folder) as config:
+        with configuration(name, place.folder, sizes) as config:
             try:
                 told = measure(place, name, config, workload, expected)
                 results.setdefault(name, []).append(told)
@@ -440,10 +463,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the conversations")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument(
-        "--configuration", action="append", choices=(SHARE, PD, OFFLOADING, LMCACHE)
-    )
+    choices = (SHARE, PD, OFFLOADING, LMCACHE, *([NIXL_PD] if nixl_installed() else []))
+    parser.add_argument("--configuration", action="append", choices=choices)
+    Sizes.add(parser, HOST_GIB)
     arguments = parser.parse_args()
+    sizes = Sizes.of(arguments)
+    if sizes.model is not None and sizes.kv_cache_bytes is None:
+        parser.error("--model needs --kv-cache-gib")
     quick, output = arguments.quick, arguments.output
     sessions, count, shared = (
         (4, 3, 1024) if quick else (arguments.sessions, arguments.turns, arguments.shared_tokens)
@@ -468,13 +494,13 @@ def main() -> int:
     cache_bytes = workload.cache_tokens() * TOKEN_BYTES
     # Short, because the paths of Unix sockets are.
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
-        place = Place(Path(folder), FAMILY, workload.longest() + BLOCK, cache_bytes)
+        place = sizes.place(Path(folder), FAMILY, workload.longest() + BLOCK, cache_bytes)
         with place.logs_on_failure():
             # Written after each configuration, so that a run cut short leaves what it measured.
-            for results, absent in compare(place, workload, names, arguments.rounds):
+            for results, absent in compare(place, workload, names, arguments.rounds, sizes):
                 joined = {name: Replay.of(each) for name, each in results.items()}
                 rounds = max(map(len, results.values()))
-                text = markdown(joined, absent, workload, about, rounds)
+                text = markdown(joined, absent, workload, about, rounds, sizes)
                 (output / "conversations.md").write_text(text)
                 plot(results, sessions, output / "conversations.png")
     print(text)

@@ -38,7 +38,7 @@ def _await(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 @contextlib.contextmanager
-def server(folder: Path, gib: int) -> Iterator[dict[str, Any]]:
+def server(folder: Path, gib: float) -> Iterator[dict[str, Any]]:
     """A server, stopped in the end; gives the `--kv-transfer-config` of its engines.
 
     KV goes through shared memory, without which LMCache pickles it, and that of answers is kept

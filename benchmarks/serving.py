@@ -8,7 +8,12 @@ nixl is installed.
 
     python benchmarks/serving.py [--quick] [--rounds N]
 
-writes results/serving.md and results/serving.png beside this file.
+writes results/serving.md and results/serving.png beside this file. On a machine with GPUs:
+
+    python benchmarks/serving.py --model Qwen/Qwen3-8B --gpus 0,1 --kv-cache-gib 20 --host-gib 64 \
+        --requests 1:16 16:64 64:256 --vllm-arguments "--dtype bfloat16 --max-model-len 8192"
+
+`serving_prefixes.py` and `conversations.py` take such sizes, too. No model is downloaded.
 """
 
 import argparse
@@ -17,6 +22,7 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import signal
 import statistics
 import subprocess
@@ -34,7 +40,7 @@ import numpy as np
 
 from omni_connector.cli.engines import running
 from omni_connector.testing.engines import MODEL_NAME, Engine
-from omni_connector.testing.models import make_model
+from omni_connector.testing.models import FAMILIES, make_model
 from omni_connector.testing.ports import free_port
 
 mpl.use("Agg")
@@ -47,12 +53,13 @@ NONE, OURS, NIXL = "no connector", "OmniKVConnector", "NixlConnector"
 REQUESTS = {1: 8, 4: 16, 16: 48}
 QUICK_REQUESTS = {1: 2, 4: 4}
 OUTPUT_TOKENS = 16
+FAMILY = "llama-wide"
 # Uniform from 1,062 to 4,058 tokens, of which the first 64 are those of the measurement: no prompt
 # is in a prefix cache because of an earlier measurement.
 PREFIX_TOKENS, DRAWN_TOKENS, SPREAD = 64, 2496, 0.6
 MAX_TOKENS = 5120
 KV_CACHE_BYTES = 1280 << 20
-ARENA_GIB = 1.25
+HOST_GIB = 2.5
 WARM_UP = 8  # requests; more KV than a KV cache or an arena holds
 QUICK_WARM_UP = 4
 READY_S = 240.0
@@ -87,6 +94,70 @@ class Load:
     remote: float = float("nan")
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What another machine may have more of.
+
+    Args:
+        model: folder or name of a model, or a family of made ones; None for the benchmark's own.
+        kv_cache_bytes: of each engine; None for the benchmark's own.
+        host_gib: memory for KV beside the KV caches, of two engines together.
+        gpus: one for each engine; none where engines compute on cores.
+        arguments: further ones of each engine's server.
+    """
+
+    model: str | None
+    kv_cache_bytes: int | None
+    host_gib: float
+    gpus: Sequence[str] = ()
+    arguments: Sequence[str] = ()
+
+    @staticmethod
+    def add(parser: argparse.ArgumentParser, host_gib: float) -> None:
+        """Add the command line arguments that say it."""
+        group = parser.add_argument_group("another machine")
+        add = group.add_argument
+        add("--model", help="its folder, its name in the cache of Hugging Face, or a made family")
+        add("--kv-cache-gib", type=float, help="of each engine")
+        add(
+            "--host-gib",
+            type=float,
+            default=host_gib,
+            help="for KV beside the KV caches, of two engines together; default: %(default)s",
+        )
+        add("--gpus", type=lambda text: text.split(","), default=(), help="of each engine, as 0,1")
+        add("--vllm-arguments", type=shlex.split, default=(), help="of each server, in one string")
+
+    @classmethod
+    def of(cls, given: argparse.Namespace) -> "Sizes":
+        """What `add` has added."""
+        cache = None if given.kv_cache_gib is None else int(given.kv_cache_gib * 2**30)
+        return cls(given.model, cache, given.host_gib, given.gpus, given.vllm_arguments)
+
+    def place(self, folder: Path, family: str, max_tokens: int, kv_cache_bytes: int) -> "Place":
+        """The place of a benchmark with these defaults."""
+        model = self.model or family
+        return Place(
+            folder,
+            model,
+            max_tokens,
+            self.kv_cache_bytes or kv_cache_bytes,
+            None if model in FAMILIES else Path(model),
+            self.gpus,
+            self.arguments,
+        )
+
+    @property
+    def kv_buffer_device(self) -> str:
+        """Where NIXL has the memory that it sends."""
+        return "cuda" if self.gpus else "cpu"
+
+    @property
+    def computes_on(self) -> str:
+        """What an engine computes on."""
+        return "GPU" if self.gpus else "core"
+
+
 @dataclass(slots=True)
 class Place:
     """Where the model, the logs and the results of the load generator are.
@@ -94,33 +165,41 @@ class Place:
     Args:
         family: of the model; see `make_model`.
         max_tokens: longest prompt with its answer.
-        given: folder of a model that is there already.
+        given: folder of a model that is there already, or its name.
+        gpus: one for each engine; none where engines compute on cores.
+        arguments: further ones of each engine's server; vLLM takes the last of equal ones.
     """
 
     folder: Path
-    family: str = "llama-wide"
+    family: str = FAMILY
     max_tokens: int = MAX_TOKENS
     kv_cache_bytes: int = KV_CACHE_BYTES
     given: Path | None = None
+    gpus: Sequence[str] = ()
+    arguments: Sequence[str] = ()
     model: Path = field(init=False)
 
     def __post_init__(self) -> None:
         self.model = self.given or make_model(self.family, self.folder / "model")
 
     def engine(self, name: str, config: Mapping[str, Any] | None, core: int) -> Engine:
-        """An engine on a core of its own, not started."""
+        """An engine on a core or GPU of its own, not started."""
         environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "OMNI_CONNECTOR_RUNTIME_DIR": str(self.folder / "run"),
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         }
+        if self.gpus:
+            number = cores().index(core) % len(self.gpus)
+            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[number]
+        # vLLM computes float32 on every CPU alike.
+        arguments = ("--max-model-len", str(self.max_tokens), "--dtype", "float32")
         return Engine(
             self.model,
             self.folder / f"{name}.log",
             config,
-            # vLLM computes float32 on every CPU alike.
-            arguments=("--max-model-len", str(self.max_tokens), "--dtype", "float32"),
+            arguments=(*arguments, *self.arguments),
             environment=environment,
             core=core,
             kv_cache_bytes=self.kv_cache_bytes,
@@ -219,15 +298,20 @@ def cores() -> tuple[int, int]:
     return mine[0], mine[min(1, len(mine) - 1)]
 
 
-def connectors() -> dict[str, dict[str, Any] | None]:
+def nixl_installed() -> bool:
+    """Whether engines can be started with NixlConnector."""
+    return importlib.util.find_spec("nixl") is not None
+
+
+def connectors(sizes: Sizes) -> dict[str, dict[str, Any] | None]:
     """The `--kv-transfer-config` of each configuration, without its role."""
-    extra = {"arena_gib": ARENA_GIB}
+    extra = {"arena_gib": sizes.host_gib / 2}
     found: dict[str, dict[str, Any] | None] = {
         NONE: None,
         OURS: {"kv_connector": OURS, "kv_connector_extra_config": extra},
     }
-    if importlib.util.find_spec("nixl") is not None:
-        found[NIXL] = {"kv_connector": NIXL, "kv_buffer_device": "cpu"}
+    if nixl_installed():
+        found[NIXL] = {"kv_connector": NIXL, "kv_buffer_device": sizes.kv_buffer_device}
     return found
 
 
@@ -343,24 +427,29 @@ def machine(command: str, load: float) -> str:
     )
 
 
-def markdown(results: Results, about: str, requests: Mapping[int, int]) -> str:
+def markdown(results: Results, about: str, requests: Mapping[int, int], sizes: Sizes) -> str:
     rounds = len(results[NONE])
     counts = ", ".join(f"{count} of {concurrent}" for concurrent, count in requests.items())
+    model = "model of 128 KiB of KV a token" if sizes.model is None else f"model `{sizes.model}`"
+    unit = sizes.computes_on
+    arena = f"has {sizes.host_gib / 2:g} GiB; a prompt"
+    if sizes.model is None and sizes.host_gib == HOST_GIB:
+        arena = "holds four such prompts; one"
     lines = [
         "# Serving",
         "",
         about,
         "",
-        "`vllm bench serve`; model of 128 KiB of KV a token, prompts of 1,062 to 4,058 tokens, "
+        f"`vllm bench serve`; {model}, prompts of 1,062 to 4,058 tokens, "
         f"{OUTPUT_TOKENS} tokens of answer. One engine without a connector, and a prefill and a "
-        "decode engine behind vllm-router; each engine computes on one core, so that two have "
-        f"twice the cores of one. {rounds} rounds, in which each configuration runs alone; "
+        f"decode engine behind vllm-router; each engine computes on one {unit}, so that two have "
+        f"twice the {unit}s of one. {rounds} rounds, in which each configuration runs alone; "
         f"requests a round at each concurrency: {counts}. *requests/s*: median of the rounds; "
         "*first token*: milliseconds to the first token, over all requests; *ratio*: beside no "
         "connector, median of the rounds; *remote*: the part of the prompts' tokens that the "
-        "decode engine got from the prefill engine. The arena of OmniKVConnector holds four such "
-        "prompts; one that finds no room there for 10 s is left to the decode engine.",
-        *(["", NIXL_THREADS] if NIXL in results else []),
+        f"decode engine got from the prefill engine. The arena of OmniKVConnector {arena} "
+        "that finds no room there for 10 s is left to the decode engine.",
+        *(["", NIXL_THREADS] if NIXL in results and not sizes.gpus else []),
         "",
         "| configuration | concurrent | requests/s | requests/s ratio | first token median "
         "| first token ratio | first token p99 | remote % |",
@@ -403,13 +492,18 @@ def plot(results: Results, concurrencies: Sequence[int], path: Path) -> None:
 
 
 def compare(
-    place: Place, requests: Mapping[int, int], warm_up: int, names: Sequence[str], rounds: int
+    place: Place,
+    configs: Mapping[str, Mapping[str, Any] | None],
+    requests: Mapping[int, int],
+    warm_up: int,
+    rounds: int,
 ) -> Iterator[Results]:
     """The results so far, after each configuration; the order turns round by round."""
+    names = list(configs)
     found: dict[str, list[dict[int, Load]]] = {name: [] for name in names}
     for number in range(1, rounds + 1):
         for name in names if number % 2 else reversed(names):
-            found[name].append(measure(place, name, connectors()[name], requests, warm_up, number))
+            found[name].append(measure(place, name, configs[name], requests, warm_up, number))
             yield {each: loads for each, loads in found.items() if loads}
 
 
@@ -418,9 +512,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one round, fewer requests, no peer")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--connector", action="append", choices=list(connectors())[1:])
+    choices = (OURS, *([NIXL] if nixl_installed() else []))
+    parser.add_argument("--connector", action="append", choices=choices)
     parser.add_argument("--rounds", type=int, help="3 by default")
+    parser.add_argument(
+        "--requests", nargs="+", metavar="CONCURRENT:COUNT", help="of a round, as 1:8 4:16 16:48"
+    )
+    Sizes.add(parser, HOST_GIB)
     arguments = parser.parse_args()
+    sizes = Sizes.of(arguments)
     quick, output = arguments.quick, arguments.output
     warm_up = QUICK_WARM_UP if quick else WARM_UP
     rounds = arguments.rounds or (1 if quick else 3)
@@ -432,13 +532,17 @@ def main() -> None:
     start = time.monotonic()
     # Short, because the paths of Unix sockets are.
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
-        place = Place(Path(folder))
+        place = sizes.place(Path(folder), FAMILY, MAX_TOKENS, KV_CACHE_BYTES)
         by_concurrent = QUICK_REQUESTS if quick else REQUESTS
-        peers = arguments.connector or ([OURS] if quick else list(connectors())[1:])
-        names = [NONE, *peers]
+        if arguments.requests:
+            pairs = (each.split(":") for each in arguments.requests)
+            by_concurrent = {int(concurrent): int(count) for concurrent, count in pairs}
+        configs = connectors(sizes)
+        peers = arguments.connector or ([OURS] if quick else list(configs)[1:])
+        configs = {name: configs[name] for name in (NONE, *peers)}
         # Written each time, so that a run cut short leaves what it measured.
-        for results in compare(place, by_concurrent, warm_up, names, rounds):
-            text = markdown(results, about, by_concurrent)
+        for results in compare(place, configs, by_concurrent, warm_up, rounds):
+            text = markdown(results, about, by_concurrent, sizes)
             (output / "serving.md").write_text(text)
             plot(results, list(by_concurrent), output / "serving.png")
     print(text)

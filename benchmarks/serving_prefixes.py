@@ -13,9 +13,12 @@ decode engine of OmniKVConnector, and of NixlConnector where nixl is installed.
 
     python benchmarks/serving_prefixes.py [--quick] [--rounds N]
 
-writes results/serving_prefixes.md and results/serving_prefixes.png beside this file. On another
-machine, `--model`, `--host-gib` and the sizes of the loads can be larger. `--port` measures what
-serves there already, and prints its rows.
+writes results/serving_prefixes.md and results/serving_prefixes.png beside this file. `--port`
+measures what serves there already, and prints its rows. On a machine with GPUs (with a model, the
+size of the KV caches is needed):
+
+    python benchmarks/serving_prefixes.py --model Qwen/Qwen3-8B --gpus 0,1 --kv-cache-gib 4 \
+        --host-gib 32 --requests 480 --vllm-arguments "--dtype bfloat16"
 """
 
 import argparse
@@ -46,7 +49,7 @@ from conversations import (
     memory_in_use,
     sources,
 )
-from serving import NIXL, NIXL_THREADS, NONE, RESULTS, Place, connectors, cores, machine
+from serving import NIXL_THREADS, NONE, RESULTS, Place, Sizes, cores, machine, nixl_installed
 
 from omni_connector.cli.engines import running
 from omni_connector.testing.engines import Engine
@@ -55,12 +58,20 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 FAMILY = "llama"
+HOST_GIB = 1.0
 REPETITION, TIMED = "prefix_repetition", "timed_trace"
 OUTPUT_TOKENS = 16
 CONCURRENT = 4
 # Tokens that a number of a drawn trace stands for; 512 in Mooncake's own traces.
 TRACE_BLOCK = 16
 MILLISECONDS = 0.001
+DRAWN = (
+    "The trace is drawn by `traces.agents`, in blocks of 16 tokens, so that its prompts fit an "
+    "engine of one core. Those of Mooncake's traces, and of aiperf's generator as it comes, have "
+    "ten thousand tokens and more; and vLLM's `timed_trace` needs a time and all blocks in each "
+    "line, where aiperf writes a delay and new blocks for all turns but the first. `--trace` takes "
+    "other traces"
+)
 ROOM_TOKENS = 512  # of an engine, beside its longest prompt
 
 
@@ -117,16 +128,18 @@ class Timed:
         path: of the trace, a JSON object a line, with times in milliseconds.
         block: tokens that one of its numbers stands for.
         lines: of the trace, as many as are sent.
+        drawn: whether it is of `drawn_trace`.
     """
 
     path: Path
     block: int
     lines: Sequence[Mapping[str, Any]]
+    drawn: bool
 
     @classmethod
-    def of_file(cls, path: Path, block: int, requests: int) -> "Timed":
+    def of_file(cls, path: Path, block: int, requests: int, *, drawn: bool) -> "Timed":
         lines = [json.loads(line) for line in path.read_text().splitlines()[:requests]]
-        return cls(path, block, lines)
+        return cls(path, block, lines, drawn)
 
     @property
     def name(self) -> str:
@@ -156,9 +169,10 @@ class Timed:
     def __str__(self) -> str:
         seconds = (self.lines[-1]["timestamp"] - self.lines[0]["timestamp"]) * MILLISECONDS
         mean = statistics.mean(line["input_length"] for line in self.lines)
+        whose = f". {DRAWN}" if self.drawn else ""
         return (
             f"{self.requests} requests in {seconds:.0f} s, prompts of {mean:,.0f} tokens in the "
-            f"mean and {self.longest:,} at most, {self.distinct:,} distinct tokens"
+            f"mean and {self.longest:,} at most, {self.distinct:,} distinct tokens{whose}"
         )
 
 
@@ -293,25 +307,28 @@ HEADER = (
 
 
 def markdown(
-    results: Results, workloads: Sequence[Workload], about: str, cache: int, gib: int
+    results: Results, workloads: Sequence[Workload], about: str, cache: int, sizes: Sizes
 ) -> str:
     rounds = max(len(each) for by_name in results.values() for each in by_name.values())
+    holds = f"holds {cache:,} tokens"
+    if sizes.kv_cache_bytes is not None:
+        holds = f"has {sizes.kv_cache_bytes / 2**30:g} GiB (model `{sizes.model or FAMILY}`)"
     lines = [
         "# Prompts that begin alike",
         "",
         about,
         "",
-        f"`vllm bench serve`; two engines of one core each behind a round-robin router, or a "
-        f"prefill and a decode engine. The KV cache of each holds {cache:,} tokens; a connector "
-        f"has {gib} GiB of memory for both. Medians of {rounds} rounds, in each of which a "
-        f"configuration runs alone and begins with nothing cached; answers of {OUTPUT_TOKENS} "
-        "tokens. *first token*, *next token*: milliseconds, over all requests; *ratio*: beside no "
-        "connector. *cache*, *connector*, *computed*: of the tokens of all prompts, those whose KV "
-        "was in the engine's own KV cache, came through the connector, and was computed; with P/D "
-        "at the prefill engine. *memory*: what the machine uses more than before the engines "
-        "started, at the end of the load.",
+        f"`vllm bench serve`; two engines of one {sizes.computes_on} each behind a round-robin "
+        f"router, or a prefill and a decode engine. The KV cache of each {holds}; a connector "
+        f"has {sizes.host_gib:g} GiB of memory for both. Medians of {rounds} rounds, in each of "
+        "which a configuration runs alone and begins with nothing cached; answers of "
+        f"{OUTPUT_TOKENS} tokens. *first token*, *next token*: milliseconds, over all requests; "
+        "*ratio*: beside no connector. *cache*, *connector*, *computed*: of the tokens of all "
+        "prompts, those whose KV was in the engine's own KV cache, came through the connector, and "
+        "was computed; with P/D at the prefill engine. *memory*: what the machine uses more than "
+        "before the engines started, at the end of the load.",
     ]
-    if any(NIXL_PD in by_name for by_name in results.values()):
+    if any(NIXL_PD in by_name for by_name in results.values()) and not sizes.gpus:
         lines += ["", NIXL_THREADS]
     for workload in workloads:
         found = results.get(workload.name)
@@ -341,7 +358,7 @@ def plot(results: Results, path: Path) -> None:
 
 
 def compare(
-    place: Place, workloads: Sequence[Workload], names: Sequence[str], rounds: int, gib: int
+    place: Place, workloads: Sequence[Workload], names: Sequence[str], rounds: int, sizes: Sizes
 ) -> Iterator[Results]:
     """The results so far, after each load of each configuration; the order turns by round."""
     found: dict[str, dict[str, list[Served]]] = {}
@@ -349,7 +366,7 @@ def compare(
         for workload in workloads:
             by_name = found.setdefault(workload.name, {name: [] for name in names})
             for name in reversed(names) if number % 2 else names:
-                with configuration(name, place.folder, gib) as config, place.logs_on_failure():
+                with configuration(name, place.folder, sizes) as config, place.logs_on_failure():
                     by_name[name].append(measure(place, name, config, workload))
                 told = by_name[name][-1]
                 print(f"{workload.name}: {row(name, [told], [told])}", flush=True)
@@ -365,8 +382,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="few short requests, only ours")
-    parser.add_argument("--model", type=Path, help="folder of a model; one is made otherwise")
-    parser.add_argument("--host-gib", type=int, default=1, help="for KV, of two engines together")
     parser.add_argument(
         "--cache-tokens", type=int, help="of each KV cache; a third of the prefixes"
     )
@@ -380,13 +395,17 @@ def main() -> int:
     parser.add_argument("--port", type=int, help="of a server that runs already on this host")
     parser.add_argument("--configuration", action="append", choices=(SHARE, PD, LMCACHE, NIXL_PD))
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    Sizes.add(parser, HOST_GIB)
     arguments = parser.parse_args()
+    sizes = Sizes.of(arguments)
+    if sizes.model is not None and sizes.kv_cache_bytes is None and arguments.port is None:
+        parser.error("--model needs --kv-cache-gib")
     quick, output = arguments.quick, arguments.output
     requests = 12 if quick else arguments.requests
     names = [NONE, *(arguments.configuration or (SHARE, PD))]
     if not quick and not arguments.configuration:
         names += [LMCACHE] if lmcache_server.installed() else []
-        names += [NIXL_PD] if NIXL in connectors() else []
+        names += [NIXL_PD] if nixl_installed() else []
     # Asked to end, stop the engines on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     command = " ".join(["python benchmarks/serving_prefixes.py", *sys.argv[1:]])
@@ -406,11 +425,11 @@ def main() -> int:
                 # vLLM sends as many with each prefix.
                 max(1, requests // prefixes) * prefixes,
             ),
-            Timed.of_file(trace, block, requests),
+            Timed.of_file(trace, block, requests, drawn=arguments.trace is None),
         ]
         longest = max(each.longest for each in workloads) + ROOM_TOKENS
         tokens = arguments.cache_tokens or max(workloads[0].distinct // 3, 2 * longest)
-        place = Place(Path(folder), FAMILY, longest, tokens * TOKEN_BYTES, arguments.model)
+        place = sizes.place(Path(folder), FAMILY, longest, tokens * TOKEN_BYTES)
         if arguments.port is not None:
             print(*HEADER, sep="\n")
             for workload in workloads:
@@ -419,8 +438,8 @@ def main() -> int:
             return 0
         output.mkdir(parents=True, exist_ok=True)
         # Written after each load, so that a run cut short leaves what it measured.
-        for results in compare(place, workloads, names, arguments.rounds, arguments.host_gib):
-            text = markdown(results, workloads, about, tokens, arguments.host_gib)
+        for results in compare(place, workloads, names, arguments.rounds, sizes):
+            text = markdown(results, workloads, about, tokens, sizes)
             (output / "serving_prefixes.md").write_text(text)
             plot(results, output / "serving_prefixes.png")
     print(text)
