@@ -76,7 +76,9 @@ def ratio(pairs: Sequence[tuple[float, float]]) -> float:
     return statistics.median(handed_off / computed for computed, handed_off in pairs)
 
 
-def pair(prefiller: Client, decoder: Client, draw: random.Random, tokens: int) -> tuple[float, ...]:
+def pair(
+    prefiller: Client, decoder: Client, draw: random.Random, tokens: int
+) -> tuple[float, float]:
     """Compute a fresh prompt on the decode engine, and hand another one off."""
     computed = first_token_seconds(decoder, completion(random_prompt(draw, tokens), max_tokens=1))
     prompt = random_prompt(draw, tokens)
