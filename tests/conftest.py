@@ -18,6 +18,7 @@ from omni_connector.transports.mooncake.engine import TransferEngine
 
 from . import early, machine, support_table
 from .masters import Master
+from .patience import lengthen_objects
 from .peer_processes import Peer, starting
 from .simulation import beside
 
@@ -60,6 +61,14 @@ def packages_read_once() -> Iterator[None]:
     installed packages for 5 ms."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "entry_points", functools.cache(choice.entry_points))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_objects() -> Iterator[None]:
+    """A receiver waits for its sender as long as a busy machine takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        lengthen_objects(patch)
         yield
 
 

@@ -52,7 +52,9 @@ def publish(slot, generation, content):
     arena.publish(slot, generation, b"key", len(content), xxhash.xxh3_64_intdigest(content))
 
 transport = SharedMemoryTransport(folder=Path(sys.argv[1]))
-connector = SharedMemoryConnector(folder=Path(sys.argv[1]))
+connector = SharedMemoryConnector(
+    folder=Path(sys.argv[1]), object_timeout=60.0, peer_timeout=60.0
+)
 arena = Arena.create(4, 8192, prefault=True)
 """
 )

@@ -75,9 +75,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def lively(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cut link is noticed within a second."""
+    """A cut link is noticed within a few seconds, and a slow one is none."""
     monkeypatch.setattr(sockets_module, "HEARTBEAT_MS", 100)
-    monkeypatch.setattr(sockets_module, "HEARTBEAT_TIMEOUT_MS", 600)
+    monkeypatch.setattr(sockets_module, "HEARTBEAT_TIMEOUT_MS", 4000)
 
 
 @pytest.fixture
@@ -99,8 +99,8 @@ def port_of(engine: Engine) -> int:
 
 
 def knock(engine: Engine, greeting: bytes = b"") -> socket.socket:
-    """A TCP connection of somebody who is no engine, and waits ten seconds at most."""
-    stranger = socket.create_connection(("127.0.0.1", port_of(engine)), timeout=10.0)
+    """A TCP connection of somebody who is no engine, and waits for us."""
+    stranger = socket.create_connection(("127.0.0.1", port_of(engine)), timeout=LONG)
     stranger.sendall(greeting)
     return stranger
 
@@ -301,7 +301,9 @@ def test_nothing_can_be_read_on_the_wire(engine: Engine, friend: Asker) -> None:
 def test_garbage_is_hung_up_on_and_heard_by_nobody(
     greeting: bytes, quick: None, engine: Engine, friend: Asker
 ) -> None:
-    assert friend.lease_by_tcp(engine, engine.handoff()).result(LONG)
+    # On a busy machine it does not come to terms within a second either.
+    eventually(lambda: friend.lease_by_tcp(engine, engine.handoff()).exception(LONG) is None)
+    friend.gone.clear()
     with knock(engine) as stranger:
         with contextlib.suppress(OSError):  # it need not read all that we have to say
             stranger.sendall(greeting)
@@ -466,6 +468,7 @@ def test_connections_are_bounded_and_those_there_are_stay(
         monkeypatch.setattr(listener_module, "MAX_CONNECTIONS", 5)
     else:
         monkeypatch.setattr(listener_module.resource, "getrlimit", lambda _: (20, 1 << 20))
+    monkeypatch.setattr(sockets_module, "HANDSHAKE_MS", 60_000)
     engine = start_engine(listen_tcp=LOOPBACK, key=KEY)
     early = start_asker(KEY)
     assert early.lease_by_tcp(engine, engine.handoff()).result(LONG)
@@ -509,10 +512,12 @@ def _is_shut(stranger: socket.socket) -> bool:
 
 _FLOODED = """
 import os, resource, sys, threading, time
+from omni_connector.net import zeromq
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.links import ZmqSockets
 from omni_connector.net.peers import HostPort
 from omni_connector.runtime.turns import TurnThread
+zeromq.HANDSHAKE_MS = 60_000
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 KEY = ClusterKey(*(each.encode() for each in sys.argv[1:]))
 sockets = ZmqSockets()
@@ -532,8 +537,8 @@ def compute():  # as an engine does, with one call after the other that holds th
         sorted(numbers)
 threading.Thread(target=compute).start()
 longest, without_since, most = 0.0, None, 0
-end = time.monotonic() + 5
-while time.monotonic() < end:
+begun = time.monotonic()
+while (took := time.monotonic() - begun) < 5 or (without_since and took < 60):
     time.sleep(0.001)
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
@@ -574,7 +579,7 @@ def test_a_flood_leaves_the_process_its_descriptors() -> None:
             stranger.connect_ex(address)
         longest, files = flooded.stdout.readline().split()
     assert flooded.returncode == 0
-    assert float(longest) < 2.5  # of the five seconds that a stranger has to show the key
+    assert float(longest) < 30  # of the minute that a stranger has here to show the key
     assert int(files) < 400
 
 
@@ -751,9 +756,9 @@ def test_a_stopped_peer_is_noticed(
     start_asker: StartAsker,
     tmp_path: Path,
 ) -> None:
-    # A few seconds instead of ten; the peer's own heartbeats are the usual ones.
+    # Four seconds instead of ten; the peer's own heartbeats are the usual ones.
     monkeypatch.setattr(sockets_module, "HEARTBEAT_MS", 200)
-    monkeypatch.setattr(sockets_module, "HEARTBEAT_TIMEOUT_MS", 2000)
+    monkeypatch.setattr(sockets_module, "HEARTBEAT_TIMEOUT_MS", 4000)
     key = write_new_key(tmp_path / "key")
     asker = start_asker(key)
     with start_peer(folder / "p.sock", compatibility, str(tmp_path / "key")) as peer:
@@ -774,10 +779,10 @@ def test_an_idle_connection_stays(lively: None, engine: Engine, start_asker: Sta
     asker = start_asker(KEY)
     with Proxy(port_of(engine)) as proxy:
         address = f"tcp://127.0.0.1:{proxy.port}"
-        for _ in range(2):
+        for idle_s in (6.0, 0.0):  # longer than a dead one would last
             token = engine.handoff().token
             assert ask(asker.channel, address, token, engine.handshake_reply.epoch).result(LONG)
-            time.sleep(1.5)  # several times what a dead one would last
+            time.sleep(idle_s)
         assert proxy.connections == 1
     # Only now is it gone.
     assert asker.gone.wait(LONG)
@@ -789,12 +794,14 @@ def test_a_peer_that_is_not_there_is_not_looked_for_with_every_request(
     links = []
     link = control_sockets.Link
     monkeypatch.setattr(control_sockets, "Link", lambda *args: links.append(args) or link(*args))
+    monkeypatch.setattr(channel_module, "FORGET_REFUSAL_S", 1e9)
     port = free_port()
     address = f"tcp://127.0.0.1:{port}"
     for _ in range(3):
         error = failure(ask(friend.channel, address, b"t" * 16, b"e" * 16))
         assert address in str(error)
     assert len(links) == 1
+    monkeypatch.setattr(sockets_module, "HANDSHAKE_MS", 60_000)
     engine = start_engine(listen_tcp=HostPort("127.0.0.1", port), key=KEY)
     monkeypatch.setattr(channel_module, "FORGET_REFUSAL_S", 0.0)
     assert friend.lease_by_tcp(engine, engine.handoff()).result(LONG)

@@ -31,6 +31,7 @@ from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory
 from omni_connector.objects.mooncake import MooncakeTransferEngineConnector
 from omni_connector.objects.object_store import StoredObject
 from omni_connector.objects.peer import QUESTIONS
+from omni_connector.testing import FakeClock
 from omni_connector.testing.conformance import ObjectConformance
 from omni_connector.testing.ports import free_port
 from tests import inspection
@@ -52,7 +53,7 @@ class Acquainted(MooncakeTransferEngineConnector):
     places: ClassVar[dict[Path, list["Acquainted"]]] = {}
 
     def __init__(self, place: Path, geometry: tuple[int, int]) -> None:
-        super().__init__(zmq_port=0, role="receiver", transfer_timeout=2.0)
+        super().__init__(zmq_port=0, role="receiver")
         self._geometry = geometry
         self.others = self.places.setdefault(place, [])
         self.others.append(self)
@@ -78,8 +79,7 @@ def make() -> Iterator[Make]:
     with ExitStack() as stack:
 
         def create(**settings: Any) -> MooncakeTransferEngineConnector:
-            bounds = {"transfer_timeout": 2.0, "object_timeout": 2.0}
-            settings = {**bounds, "zmq_port": 0, "buffer_ttl_seconds": 300, **settings}
+            settings = {"zmq_port": 0, "buffer_ttl_seconds": 300, **settings}
             connector = OmniConnectorFactory.create_connector(ConnectorSpec(NAME, settings))
             assert isinstance(connector, MooncakeTransferEngineConnector)
             return stack.enter_context(connector)
@@ -149,11 +149,16 @@ def test_metadata_that_names_nobody_is_no_hint(make: Make, hint: Any) -> None:
     assert sender.get(*EDGE, "key", hint) == (b"object", 6)
 
 
-def test_objects_of_receivers_that_never_come_make_room(make: Make) -> None:
-    sender = make(memory_pool_size=1 << 20, buffer_ttl_seconds=0.5)
+def test_objects_of_receivers_that_never_come_make_room(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock()
+    defaults = MooncakeTransferEngineConnector.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "clock", clock)
+    sender = make(memory_pool_size=1 << 20, buffer_ttl_seconds=5.0)
     assert sender.put(*EDGE, "a", b"a")[0]
     assert not sender.put(*EDGE, "b", b"b")[0]
-    time.sleep(0.6)
+    clock.advance(5.1)
     assert sender.put(*EDGE, "b", b"b")[0]
     assert sender.get(*EDGE, "a") is None
 
@@ -250,10 +255,13 @@ def test_only_who_has_the_key_is_answered(make: Make, tmp_path: Path) -> None:
     _, _, metadata = sender.put(*EDGE, "key", b"object")
     assert make(role="receiver", key_file=ours).get(*EDGE, "key", metadata) == (b"object", 6)
     for other in (theirs, None):
-        assert make(role="receiver", key_file=other).get(*EDGE, "key", metadata) is None
+        assert (
+            make(role="receiver", key_file=other).get(*EDGE, "key", metadata, timeout=2.0) is None
+        )
     # Nor does a receiver that has one believe a sender without.
     _, _, open_metadata = make().put(*EDGE, "key", b"object")
-    assert make(role="receiver", key_file=ours).get(*EDGE, "key", open_metadata) is None
+    receiver = make(role="receiver", key_file=ours)
+    assert receiver.get(*EDGE, "key", open_metadata, timeout=2.0) is None
 
 
 @pytest.mark.parametrize(
@@ -369,7 +377,7 @@ SENDER = """
 import sys, json
 from omni_connector.objects import ConnectorSpec, OmniConnectorFactory
 connector = OmniConnectorFactory.create_connector(
-    ConnectorSpec("MooncakeTransferEngineConnector", {"transfer_timeout": 2.0, "zmq_port": 0}))
+    ConnectorSpec("MooncakeTransferEngineConnector", {"zmq_port": 0}))
 print(json.dumps(connector.put("0", "1", "key", b"x" * (4 << 20))[2]), flush=True)
 sys.stdin.read()
 """
@@ -393,7 +401,7 @@ def test_a_sender_that_is_gone_or_stands_still(make: Make, how: str) -> None:
             else:
                 sender.kill()
             started = time.monotonic()
-            assert receiver.get(*EDGE, "key", metadata) is None
+            assert receiver.get(*EDGE, "key", metadata, timeout=2.0) is None
             assert time.monotonic() - started < WAIT_S / 2
         finally:
             sender.kill()

@@ -33,6 +33,7 @@ from omni_connector.testing.ports import free_port
 from omni_connector.transports.mooncake.library import store_module
 
 from ..masters import Master, lender
+from ..patience import PATIENCE_S
 
 EDGE = ("0", "1")
 TIMEOUT_S = 1.5
@@ -84,8 +85,8 @@ def replace(raw: Any, name: str, content: bytes) -> None:
     assert raw.put(name, content) == 0
 
 
-def eventually(condition: Callable[[], object], timeout: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 2 * PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -113,7 +114,7 @@ def test_object_of_every_size_arrives_whole(connector: MooncakeStoreConnector, s
     cuts = [0, size // 3, size // 3, size // 2, size]
     parts = [memoryview(content)[a:b] for a, b in itertools.pairwise(cuts)]
     connector.store_object(key, parts)
-    found = connector.load_object(key, None, timeout=10.0)
+    found = connector.load_object(key, None, timeout=PATIENCE_S)
     assert found is not None
     assert bytes(found) == content
 
@@ -189,7 +190,7 @@ def test_wrong_bytes_under_a_key_are_an_integrity_error(
     name = name_of(connector, "key")
     replace(raw, name, spoil(raw.get(name)))
     with pytest.raises(IntegrityError):
-        connector.load_object(ObjectKey(*EDGE, "key"), None, timeout=5.0)
+        connector.load_object(ObjectKey(*EDGE, "key"), None, timeout=PATIENCE_S)
     assert connector.get(*EDGE, "key") is None
     assert connector.put(*EDGE, "key", b"again")[0]
     assert connector.get(*EDGE, "key") == (b"again", 5)
@@ -202,7 +203,7 @@ def test_head_of_another_object_is_an_integrity_error(
         assert connector.put(*EDGE, key, key.encode())[0]
     replace(raw, name_of(connector, "key"), raw.get(name_of(connector, "other")))
     with pytest.raises(IntegrityError, match="another object"):
-        connector.load_object(ObjectKey(*EDGE, "key"), None, timeout=5.0)
+        connector.load_object(ObjectKey(*EDGE, "key"), None, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -224,9 +225,9 @@ def test_wrong_bytes_in_a_fragment_are_an_integrity_error(
     (name,) = version.fragment_names(connector._prefix)
     replace(raw, name, spoil(raw.get(name)))
     with pytest.raises(error):
-        connector.load_object(ObjectKey(*EDGE, "key"), None, timeout=5.0)
+        connector.load_object(ObjectKey(*EDGE, "key"), None, timeout=PATIENCE_S)
     raw.remove(name, True)
-    assert connector.load_object(ObjectKey(*EDGE, "key"), None, timeout=5.0) is None
+    assert connector.load_object(ObjectKey(*EDGE, "key"), None, timeout=PATIENCE_S) is None
 
 
 def test_replaced_and_dropped_objects_leave_nothing_behind(
@@ -239,7 +240,7 @@ def test_replaced_and_dropped_objects_leave_nothing_behind(
         names += version.fragment_names(connector._prefix)
     connector.cleanup("req")
     names.append(name_of(connector, "req"))
-    eventually(lambda: raw.batch_is_exist(names) == [0] * len(names), 5.0)
+    eventually(lambda: raw.batch_is_exist(names) == [0] * len(names))
 
 
 def test_object_that_finds_no_room_is_refused(
@@ -295,7 +296,7 @@ def test_master_that_goes_away_and_comes_back(
             thread.start()
         time.sleep(0.5)
         getattr(mortal, how)()
-        eventually(lambda: "status" in connector.details(), 10.0)
+        eventually(lambda: "status" in connector.details())
         time.sleep(0.5)
         stop.set()
         for thread in threads:
@@ -313,6 +314,8 @@ def test_master_that_goes_away_and_comes_back(
             mortal.start()
         else:
             mortal.go_on()
+        # Or a put that a busy machine makes late would be another absence.
+        connector.object_timeout = PATIENCE_S
         eventually(lambda: connector.put(*EDGE, "key", content)[0])
         assert connector.get(*EDGE, "key") == (content, len(content))
         assert connector.health()["status"] == "healthy"

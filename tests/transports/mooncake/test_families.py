@@ -53,7 +53,7 @@ from omni_connector.transports.base import Endpoint, Site
 from omni_connector.transports.mooncake.transport import MooncakeTransport
 
 own, other = sys.argv[1:]
-settings = MooncakeSettings(timeout_s=5.0)
+settings = MooncakeSettings(timeout_s=30.0)
 # As engines make them: a reader that listens nowhere learns its address from its first peer.
 owner = MooncakeTransport.create(settings, Site(host=own))
 reader = MooncakeTransport.create(settings, Site())

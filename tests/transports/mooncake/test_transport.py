@@ -52,7 +52,7 @@ pytest.importorskip("mooncake.engine", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures("reused_engines")
 
 LOOPBACK = "127.0.0.1"
-TIMEOUT_S = 2.0
+TIMEOUT_S = 10.0
 WAIT_S = 60.0
 SETTINGS = MooncakeSettings(timeout_s=TIMEOUT_S)
 
@@ -551,7 +551,7 @@ from omni_connector.testing.conformance import publish
 from omni_connector.arena.arena import Arena
 from omni_connector.transports.mooncake.transport import MooncakeTransport
 
-connector = MooncakeTransport(settings=MooncakeSettings(timeout_s=2.0), host="127.0.0.1")
+connector = MooncakeTransport(settings=MooncakeSettings(timeout_s=10.0), host="127.0.0.1")
 arena = Arena.create(16, 1 << 20)
 for slot in range(16):
     publish(arena, slot, 7, bytes([slot + 1]) * (1 << 20))
@@ -763,7 +763,7 @@ def test_what_was_taken_may_go_in_the_middle_of_anything(open_connector: Connect
 
     thread = threading.Thread(target=let_go, daemon=True)
     thread.start()
-    thread.join(5.0)
+    thread.join(WAIT_S)
     assert not thread.is_alive()
     pool.tidy()
     assert pool._spare_bytes > spare
