@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`omni-connector drain` and `role`, over files made by hand."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,20 +13,31 @@ import pytest
 
 from omni_connector.cli import orders as module
 from omni_connector.cli.main import main
+from omni_connector.cli.orders import OrderedEngine
 from omni_connector.net.orders import NO_ORDERS, Orders, Service
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_dir
 from omni_connector.net.status import EngineStatus, StatusFile, Usage
+
+from ..patience import lengthen
 
 ROLES = ("both", "prefill", "decode")
 SERVING = Service(role="both", roles=ROLES, requests=1, arrived=1)
 
 
 class StandIn:
-    """An engine that obeys as a real one does, or says always the same."""
+    """An engine that obeys as a real one does, or says always the same.
 
-    def __init__(self, name: str, answers: list[Service], kv_role: str) -> None:
+    Args:
+        answers: what it says at first, and what from its first order on, one after the other.
+        orderly: whether each of these waits for an order of its own.
+    """
+
+    def __init__(
+        self, name: str, answers: list[Service], kv_role: str, *, orderly: bool = False
+    ) -> None:
         self.file = StatusFile(runtime_dir())
         self._answers = answers
+        self._orderly = orderly
         self._name = name
         self._kv_role = kv_role
         self._ended = threading.Event()
@@ -36,25 +48,30 @@ class StandIn:
         self._thread.start()
 
     def write(self, service: Service) -> None:
-        self.file.write(
-            msgspec.json.encode(
-                EngineStatus(
-                    engine_id=self._name,
-                    role=self._kv_role,
-                    model="m",
-                    written=time.time(),
-                    service=service,
-                    usage=Usage(8, 2, 0, 0, 1),
-                )
-            )
+        self.file.write(msgspec.json.encode(self.says(service)))
+
+    def says(self, service: Service) -> EngineStatus:
+        return EngineStatus(
+            engine_id=self._name,
+            role=self._kv_role,
+            model="m",
+            written=time.time(),
+            service=service,
+            usage=Usage(8, 2, 0, 0, 1),
         )
 
     def _live(self) -> None:
-        while self.file.orders() == NO_ORDERS and not self._ended.wait(0.01):
-            pass
-        for answer in self._answers[1:]:
+        orders = NO_ORDERS
+        for number, answer in enumerate(self._answers[1:]):
+            if self._orderly or not number:
+                orders = self._next_orders(orders)
             self._ended.wait(0.05)
             self.write(answer)
+
+    def _next_orders(self, former: Orders) -> Orders:
+        while (orders := self.file.orders()) == former and not self._ended.wait(0.01):
+            pass
+        return orders
 
     def close(self) -> None:
         self._ended.set()
@@ -70,11 +87,13 @@ Make = Callable[..., StandIn]
 def make(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv(RUNTIME_DIR_VARIABLE, str(place))
     monkeypatch.setattr(module, "_POLL_S", 0.01)
-    monkeypatch.setattr(module, "NOTICE_S", 2.0)
+    lengthen(monkeypatch, ["omni_connector.cli.orders.NOTICE_S"])
     made: list[StandIn] = []
 
-    def make(name: str, *answers: Service, kv_role: str = "kv_both") -> StandIn:
-        made.append(StandIn(name, list(answers), kv_role))
+    def make(
+        name: str, *answers: Service, kv_role: str = "kv_both", orderly: bool = False
+    ) -> StandIn:
+        made.append(StandIn(name, list(answers), kv_role, orderly=orderly))
         made[-1].begin()
         return made[-1]
 
@@ -154,9 +173,16 @@ def test_a_drain_that_takes_too_long_says_what_is_left(
     assert "one is not drained after 0.3 s: 1 requests, 1 open hand-offs" in told
 
 
-def test_a_drained_engine_that_still_gets_requests_is_not_quiet(make: Make) -> None:
-    answers = [service(phase="drained", requests=0, arrived=n) for n in range(2, 40)]
-    make("one", SERVING, *answers)
+def test_a_drained_engine_that_still_gets_requests_is_not_quiet(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = make("one", SERVING)
+    numbers = itertools.count(2)
+
+    def now(_: OrderedEngine) -> EngineStatus:
+        return one.says(service(phase="drained", requests=0, arrived=next(numbers)))
+
+    monkeypatch.setattr(OrderedEngine, "now", now)
     assert main(["drain", "one", "--wait", "0.5", "--quiet", "0.3"]) == 1
 
 
@@ -179,7 +205,7 @@ def test_a_drain_is_taken_back(make: Make, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_role_is_given_and_given_back(make: Make, role: str) -> None:
-    one = make("one", SERVING, service(role=role), SERVING)
+    one = make("one", SERVING, service(role=role), SERVING, orderly=True)
     assert main(["role", "one", role]) == 0
     assert one.file.orders() == Orders(role=role)
     assert main(["role", "one", "both"]) == 0

@@ -428,7 +428,8 @@ def test_clients_beyond_the_limit_are_hung_up_on(
     with pytest.raises(PeerUnreachableError):
         Connection(path, deadline()).ask(Ask(b"d"), ANSWERS, deadline())
     kept.pop().close()
-    for _ in range(100):
+    limit = deadline()
+    while time.monotonic() < limit:
         try:
             kept.append(Connection(path, deadline()))
             kept[-1].ask(Ask(b"d"), ANSWERS, deadline())

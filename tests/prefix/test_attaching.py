@@ -76,7 +76,6 @@ def test_an_arena_is_attached_where_every_rank_says_so(folder: Path) -> None:
 def test_what_a_rank_that_does_not_answer_now_said_last_holds(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attaching, "_ANSWER_S", 0.2)
     monkeypatch.setattr(attaching, "_SILENT_S", 0.0)
     warned: list[object] = []
     monkeypatch.setattr(attaching.logger, "warning", lambda *text: warned.append(text))
@@ -86,11 +85,13 @@ def test_what_a_rank_that_does_not_answer_now_said_last_holds(
             worker.attached |= {f"one {number}"}
         assert ranks.attached([ONE]) == [True]
         workers[1].end()
-        for _ in range(2):
-            assert ranks.attached([ONE, OTHER]) == [True, False]
-        assert len(warned) == 1
-        assert ranks.attached([OTHER]) == [False]
-        assert ranks.attached([ONE]) == [False], "nobody knows any more"
+        with monkeypatch.context() as hasty:
+            hasty.setattr(attaching, "_ANSWER_S", 0.2)
+            for _ in range(2):
+                assert ranks.attached([ONE, OTHER]) == [True, False]
+            assert len(warned) == 1
+            assert ranks.attached([OTHER]) == [False]
+            assert ranks.attached([ONE]) == [False], "nobody knows any more"
         workers[1] = Worker(folder, 1)
         workers[1].attached |= {"one 1"}
         assert ranks.attached([ONE]) == [True]
@@ -123,7 +124,9 @@ def test_a_closed_one_asks_nobody(folder: Path) -> None:
     worker.end()
 
 
-def test_an_orphan_is_kept_where_every_rank_has_it(folder: Path) -> None:
+def test_an_orphan_is_kept_where_every_rank_has_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workers = [Worker(folder, rank) for rank in range(2)]
     workers[0].attached |= {"one 0", "other 0"}
     workers[1].attached |= {"other 1"}
@@ -131,6 +134,7 @@ def test_an_orphan_is_kept_where_every_rank_has_it(folder: Path) -> None:
         assert ranks.kept([(ONE, 3.0), (OTHER, 7.0)]) == [None, OTHER]
         assert workers[1].asked == ["one 1 for 3 s", "other 1 for 7 s"]
         workers[1].end()
+        monkeypatch.setattr(attaching, "_ANSWER_S", 0.2)
         assert ranks.kept([(OTHER, 7.0)]) == [None]
     workers[0].end()
 

@@ -149,7 +149,8 @@ def test_each_slot_is_told_once_where_it_was_read_last(
 def test_engines_that_do_not_answer_delay_the_meeting_of_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(neighbours, "_ANSWER_S", 60.0)
+    monkeypatch.setattr(neighbours, "_ANSWER_S", 120.0)
+    monkeypatch.setattr(neighbours, "_CONNECT_S", 0.05)
     with contextlib.ExitStack() as ends:
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
         silent = []
@@ -171,7 +172,7 @@ def test_engines_that_do_not_answer_delay_the_meeting_of_no_other(
             return ends.enter_context(contextlib.closing(HostNeighbours(home, PROCESS_CONTEXT)))
 
         owner, reader = engine("owner"), engine("reader")
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while not (reader.present() or time.monotonic() > until):
             time.sleep(0.01)
         assert len(reader.present()) == 1

@@ -160,7 +160,7 @@ def test_a_successor_finds_what_its_predecessor_kept(restarted: tuple[Service, S
         assert found.index.find(TAGS)[0].tolist() == [3, 5]
         shm = ends.enter_context(contextlib.closing(SharedMemoryTransport()))
         for rank, (endpoint,) in enumerate(found.arenas):
-            arena = ends.enter_context(contextlib.closing(shm.attach(endpoint, timeout=5.0)))
+            arena = ends.enter_context(contextlib.closing(shm.attach(endpoint, timeout=60.0)))
             assert (arena.slots[3] == 10 + rank).all()
         # Now the stand-in goes, and the engine has an orphan, which systemd does not keep.
         service.pass_time(STAY_S)
@@ -189,7 +189,7 @@ def test_a_stand_in_waits_until_each_rank_has_its_arena(
         for (endpoint,) in found.arenas:
             service.pass_time(STAY_S)
             assert service.turns
-            ends.enter_context(contextlib.closing(shm.attach(endpoint, timeout=5.0)))
+            ends.enter_context(contextlib.closing(shm.attach(endpoint, timeout=60.0)))
         service.pass_time(STAY_S)
         assert not service.turns
 
@@ -274,7 +274,7 @@ def test_an_arena_that_is_no_memfd_of_ours_is_read_by_nobody(service: Service) -
     ):
         [found] = engine.present()
         with pytest.raises(PeerRefusedError, match="memfd"):
-            shm.attach(found.arenas[0][0], timeout=5.0)
+            shm.attach(found.arenas[0][0], timeout=60.0)
 
 
 def test_descriptors_of_others_are_left_alone(service: Service) -> None:

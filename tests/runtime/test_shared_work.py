@@ -10,15 +10,19 @@ from omni_connector.errors import TransportError
 from omni_connector.runtime import shared_work as module
 from omni_connector.runtime.shared_work import Helpers, share_out
 
+LONG = 60.0  # a deadline that only a hang reaches
+
 
 def test_work_is_done_on_each_item_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     done: list[int] = []
     names = set()
+    together = threading.Barrier(4, timeout=LONG)
 
     def work(item: int) -> None:
         names.add(threading.current_thread().name)
-        time.sleep(0.001)
+        if item < 4:
+            together.wait()
         done.append(item)
 
     share_out(work, range(100), 1 << 30)
@@ -48,11 +52,19 @@ def test_error_in_a_thread_is_raised_and_ends_the_work(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     done: list[int] = []
+    fail, failed = module._Call.fail, threading.Event()
+
+    def noted(call: module._Call[int], error: BaseException) -> None:
+        fail(call, error)
+        failed.set()
+
+    monkeypatch.setattr(module._Call, "fail", noted)
 
     def work(item: int) -> None:
         if item == 5:
             raise TransportError("five")
-        time.sleep(0.001)
+        if item > 5:
+            failed.wait(LONG)
         done.append(item)
 
     with pytest.raises(TransportError, match="five"):
@@ -85,20 +97,22 @@ def test_what_a_signal_raises_ends_the_work_before_it_is_raised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    join, begun, joined = threading.Thread.join, threading.Event(), []
+    join, joined = threading.Thread.join, []
+    begun, again = threading.Event(), threading.Event()
 
     def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
         joined.append(thread)
         if len(joined) == 1:
             raise KeyboardInterrupt
+        again.set()
         join(thread, timeout)
 
     def work(item: int) -> None:
         if threading.current_thread().name == "omni-connector-copy":
             begun.set()
-            time.sleep(0.2)
+            again.wait(LONG)
         else:
-            begun.wait(10)
+            begun.wait(LONG)
 
     monkeypatch.setattr(threading.Thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -112,11 +126,11 @@ def helpers() -> Iterator[Helpers]:
     found = Helpers()
     found.threads = 4  # one of them lends itself
     yield found
-    found.close(10)
+    found.close(LONG)
 
 
 def test_helpers_take_part_in_each_call(helpers: Helpers) -> None:
-    together = threading.Barrier(3, timeout=10)
+    together = threading.Barrier(3, timeout=LONG)
     threads = set()
 
     def work(item: int) -> None:
@@ -137,12 +151,12 @@ def test_calls_of_several_threads_are_helped_with_at_once(helpers: Helpers) -> N
     for caller in callers:
         caller.start()
     for caller in callers:
-        caller.join(10)
+        caller.join(LONG)
     assert sorted(done) == list(range(500))
 
 
 def test_error_of_a_helper_is_raised_after_all_have_ended(helpers: Helpers) -> None:
-    begun, ended = threading.Barrier(3, timeout=10), []
+    begun, ended = threading.Barrier(3, timeout=LONG), []
 
     def work(item: int) -> None:
         begun.wait()
@@ -157,11 +171,11 @@ def test_error_of_a_helper_is_raised_after_all_have_ended(helpers: Helpers) -> N
 
 
 def test_call_returns_though_no_helper_is_free(helpers: Helpers) -> None:
-    busy, free = threading.Barrier(4, timeout=10), threading.Event()
+    busy, free = threading.Barrier(4, timeout=LONG), threading.Event()
 
     def wait(item: int) -> None:
         busy.wait()
-        free.wait(10)
+        free.wait(LONG)
 
     caller = threading.Thread(target=helpers.share, args=(wait, range(3)))
     caller.start()
@@ -170,14 +184,14 @@ def test_call_returns_though_no_helper_is_free(helpers: Helpers) -> None:
     helpers.share(done.append, range(5))
     assert done == list(range(5))
     free.set()
-    caller.join(10)
+    caller.join(LONG)
 
 
 def test_closed_helpers_leave_the_work_to_the_caller(helpers: Helpers) -> None:
     done: list[int] = []
     helpers.share(done.append, range(5))
-    helpers.close(10)
-    helpers.close(10)
+    helpers.close(LONG)
+    helpers.close(LONG)
     helpers.share(done.append, range(5))
     assert sorted(done) == sorted([*range(5)] * 2)
     assert "omni-connector-copy" not in [thread.name for thread in threading.enumerate()]
@@ -212,7 +226,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Helpers:
 
 
 def test_who_lends_itself_takes_part(pair: Helpers) -> None:
-    together, threads = threading.Barrier(2, timeout=10), set()
+    together, threads = threading.Barrier(2, timeout=LONG), set()
 
     def work(item: int) -> None:
         together.wait()
@@ -224,7 +238,7 @@ def test_who_lends_itself_takes_part(pair: Helpers) -> None:
 
 
 def test_what_a_lent_thread_raises_is_raised_at_the_caller(pair: Helpers) -> None:
-    together = threading.Barrier(2, timeout=10)
+    together = threading.Barrier(2, timeout=LONG)
 
     def work(item: int) -> None:
         together.wait()
@@ -238,7 +252,7 @@ def test_what_a_lent_thread_raises_is_raised_at_the_caller(pair: Helpers) -> Non
 
 def test_what_a_signal_raises_in_a_lent_thread_is_raised_there(pair: Helpers) -> None:
     """And the caller learns that its work is not done."""
-    together = threading.Barrier(2, timeout=10)
+    together = threading.Barrier(2, timeout=LONG)
 
     def work(item: int) -> None:
         together.wait()
@@ -248,7 +262,7 @@ def test_what_a_signal_raises_in_a_lent_thread_is_raised_there(pair: Helpers) ->
     caller = Caller(pair, work, 2)
     with pytest.raises(SystemExit):
         pair.lend(lambda: caller.needs_help, seconds=60)
-    caller.join(10)
+    caller.join(LONG)
     assert isinstance(caller.raised, SystemExit)
 
 
@@ -265,7 +279,7 @@ def test_who_calls_leaves_its_core_to_who_lends_itself(pair: Helpers) -> None:
     if len(cores) < 2:
         pytest.skip("there is one core")
     own, seen = {min(cores)}, []
-    together = threading.Barrier(2, timeout=10)
+    together = threading.Barrier(2, timeout=LONG)
 
     def work(item: int) -> None:
         together.wait()
@@ -280,7 +294,7 @@ def test_who_calls_leaves_its_core_to_who_lends_itself(pair: Helpers) -> None:
     finally:
         os.sched_setaffinity(0, cores)
     caller = Caller(pair, lambda item: seen.append(os.sched_getaffinity(0)), 2)
-    caller.join(10)
+    caller.join(LONG)
     assert seen == [cores - own, cores, cores]
 
 
@@ -295,7 +309,7 @@ def test_who_gets_no_time_elsewhere_comes_to_the_core_of_who_lends_itself(
     monkeypatch.setattr(module, "_CROWDED_S", 60.0)
     own, seen = {min(cores)}, []
     callers: list[Caller] = []
-    together = threading.Barrier(2, timeout=10)
+    together = threading.Barrier(2, timeout=LONG)
 
     def work(item: int) -> None:
         together.wait()
@@ -305,7 +319,7 @@ def test_who_gets_no_time_elsewhere_comes_to_the_core_of_who_lends_itself(
         together.wait()  # it is not late before who lends itself has done its part
         if not caller:
             return
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + LONG
         while os.sched_getaffinity(0) != own and time.monotonic() < deadline:
             time.sleep(1e-3)
         seen.append(os.sched_getaffinity(0))

@@ -7,7 +7,7 @@ import time
 
 from omni_connector.runtime.turns import WOKEN, Copies, TurnThread
 
-LONG = 10.0
+LONG = 60.0
 
 
 def test_turns_are_made_until_one_is_the_last():

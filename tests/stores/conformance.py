@@ -11,7 +11,7 @@ import pytest
 
 from omni_connector.stores.block_store import BlockStore
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 
 Name = Callable[[int], list[str]]
 

@@ -24,7 +24,7 @@ from omni_connector.config import FileStoreSettings
 from omni_connector.errors import ConfigError
 from omni_connector.stores import file_folder, file_store
 from omni_connector.stores.file_folder import BlockFolder
-from omni_connector.stores.file_store import FileBlockStore
+from omni_connector.stores.file_store import FileBlockStore, FileCall
 from omni_connector.stores.file_sweep import Sweeper
 from omni_connector.testing.clock import FakeClock
 
@@ -98,12 +98,20 @@ def get(store: FileBlockStore, keys: list[str] = KEYS, timeout: float = TIMEOUT_
 def used(store: FileBlockStore, keys: list[str]) -> list[bool]:
     """Look keys up, and wait until their files are told as used, which no look-up waits for."""
     found = store.exists(keys, timeout=TIMEOUT_S)
+    wait(lambda: is_idle(store))
+    return found
+
+
+def is_idle(store: FileBlockStore) -> bool:
+    """Whether none of its threads makes a call."""
+    return all(each._threads == each._idle for each in (store._calls, store._beside))
+
+
+def wait(until: Callable[[], bool]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
-    calls = store._calls
-    while calls._threads > calls._idle:
+    while not until():
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    return found
 
 
 def path_of(folder: Path, key: str) -> Path:
@@ -268,7 +276,7 @@ def test_a_restart_finds_the_blocks(connect: Open) -> None:
 _WRITER = """
 import os, sys
 from omni_connector.config import FileStoreSettings
-from omni_connector.stores.file_store import FileBlockStore
+from omni_connector.stores.file_store import FileBlockStore, FileCall
 store = FileBlockStore(FileStoreSettings(path=sys.argv[1], gib=1))
 rows = store.buffer(16, 100_000)
 print("ready", flush=True)
@@ -461,8 +469,9 @@ class Hang:
 
 @pytest.mark.parametrize("call", ["open", "fstat", "preadv", "close"])
 def test_a_hanging_read_ends_at_its_timeout_and_changes_no_row_later(
-    store: FileBlockStore, monkeypatch: pytest.MonkeyPatch, call: str
+    connect: Open, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
+    store = connect(start=Still, clock=FakeClock())
     assert all(put(store))
     rows = store.buffer(8, PAGE)
     if call == "preadv":  # as a file that is not in the page cache
@@ -470,7 +479,7 @@ def test_a_hanging_read_ends_at_its_timeout_and_changes_no_row_later(
     hang = Hang(monkeypatch, call)
     began = time.monotonic()
     assert store.get(KEYS, rows, [PAGE] * 8, timeout=0.3) == [False] * 8
-    assert 0.3 <= time.monotonic() - began < 5
+    assert 0.3 <= time.monotonic() - began < TIMEOUT_S
     assert store.failures == {"timeout": 8}
     if call != "close":
         assert not rows.any()
@@ -492,10 +501,7 @@ def test_a_put_that_hangs_stores_nothing_later(
     assert store.put(["a"], rows, [PAGE], timeout=0.2) == [False]
     rows[:] = 7
     hang.go_on.set()
-    deadline = time.monotonic() + TIMEOUT_S
-    while [each for each in names(folder) if each.endswith(".new")]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait(lambda: not [each for each in names(folder) if each.endswith(".new")])
     assert store.exists(["a"], timeout=TIMEOUT_S) == [False]
 
 
@@ -508,7 +514,7 @@ def test_no_more_threads_hang_than_a_few(
     for _ in range(20):
         assert store.exists(["a"], timeout=0.1) == [False]
         clock.advance(100)
-    assert hang.hanging == 16
+    wait(lambda: hang.hanging == 16)
     assert store.failures == {"timeout": 16, "busy": 4}
     hang.go_on.set()
 
@@ -537,20 +543,35 @@ def test_answers_that_come_in_time_count(
         return real(path, **options)
 
     monkeypatch.setattr(os, "stat", stat)
-    assert store.exists(KEYS, timeout=0.5) == [True] * 3 + [False] * 5
+    time_ends(monkeypatch, answers=3)
+    assert store.exists(KEYS, timeout=TIMEOUT_S) == [True] * 3 + [False] * 5
     assert store.failures == {"timeout": 5}
     go_on.set()
+    monkeypatch.undo()
     assert all(store.exists(KEYS, timeout=TIMEOUT_S))  # slow is not dead
 
 
-def slow(monkeypatch: pytest.MonkeyPatch, folder: Path, seconds: float) -> list[str]:
-    """Have each look at a file take so long; returns the paths that are looked at."""
-    real, looks = os.stat, list[str]()
+def time_ends(monkeypatch: pytest.MonkeyPatch, *, answers: int) -> None:
+    """From now on the time of a call is over when it has so many answers."""
+
+    def awaits(self: FileBlockStore, call: FileCall, seconds: float) -> bool:
+        if seconds > file_store._ALONE_S:
+            wait(lambda: call.answered >= answers)
+        return False
+
+    monkeypatch.setattr(FileBlockStore, "_await", awaits)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, look: Callable[[int], object]) -> list[str]:
+    """Have each look at a file call `look` with its number; the paths that are looked at."""
+    real, looks, lock = os.stat, list[str](), threading.Lock()
 
     def stat(path: Any, **options: Any) -> os.stat_result:
         if "/kv/" in str(path):
-            looks.append(str(path))
-            time.sleep(seconds)
+            with lock:
+                looks.append(str(path))
+                number = len(looks)
+            look(number)
         return real(path, **options)
 
     monkeypatch.setattr(os, "stat", stat)
@@ -558,30 +579,31 @@ def slow(monkeypatch: pytest.MonkeyPatch, folder: Path, seconds: float) -> list[
 
 
 def test_many_slow_looks_are_side_by_side(
-    store: FileBlockStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+    store: FileBlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = [f"{i}" for i in range(256)]
     assert all(put(store, keys[::2]))
-    looks = slow(monkeypatch, folder, 0.02)
-    began = time.monotonic()
+    together = threading.Barrier(8, timeout=TIMEOUT_S)
+    looks = watched(monkeypatch, lambda number: number <= 8 and together.wait())
     assert store.exists(keys, timeout=TIMEOUT_S) == [True, False] * 128
-    assert time.monotonic() - began < 256 * 0.02 / 2
     assert len(looks) == 256
 
 
 def test_of_looks_that_take_too_long_the_first_count(
-    store: FileBlockStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+    store: FileBlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = [f"{i}" for i in range(256)]
     assert all(put(store, keys))
-    looks = slow(monkeypatch, folder, 0.05)
-    found = store.exists(keys, timeout=0.5)
-    assert 8 <= sum(found) < 256
-    assert all(found[: sum(found) - 8])  # those asked at once end in any order
-    assert store.failures == {"timeout": 256 - sum(found)}
-    looks.clear()
-    time.sleep(0.2)
-    assert len(looks) <= 8, "who has given up asks no more"
+    go_on = threading.Event()
+    looks = watched(monkeypatch, lambda number: number <= 100 or go_on.wait(TIMEOUT_S))
+    time_ends(monkeypatch, answers=100)
+    found = store.exists(keys, timeout=TIMEOUT_S)
+    assert sum(found) == 100
+    assert all(found[:92])  # those asked at once end in any order
+    assert store.failures == {"timeout": 156}
+    go_on.set()
+    wait(lambda: is_idle(store))
+    assert len(looks) <= 108, "who has given up asks no more"
     monkeypatch.undo()
     assert all(store.exists(keys, timeout=TIMEOUT_S)), "slow is not dead"
 
@@ -595,11 +617,11 @@ def test_no_look_waits_for_the_times_of_files(
     real, go_on = os.utime, threading.Event()
 
     def utime(path: Any, **options: Any) -> None:
-        go_on.wait(TIMEOUT_S)
+        go_on.wait(2 * TIMEOUT_S)
         real(path, **options)
 
     monkeypatch.setattr(os, "utime", utime)
-    assert all(store.exists(KEYS, timeout=TIMEOUT_S / 2))
+    assert all(store.exists(KEYS, timeout=TIMEOUT_S))
     go_on.set()
     assert all(used(store, KEYS))
     assert all(path_of(folder, key).stat().st_mtime > time.time() - 300 for key in KEYS)
@@ -804,10 +826,7 @@ def test_who_puts_blocks_sweeps(connect: Open, folder: Path) -> None:
     store = FileBlockStore(settings)
     for number in range(20):
         assert all(put(store, [f"{number}/{i}" for i in range(8)]))
-    deadline = time.monotonic() + 30
-    while sum(each.endswith(".kv") for each in names(folder)) > 61:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait(lambda: sum(each.endswith(".kv") for each in names(folder)) <= 61)
     store.close()
     assert store._sweeping is not None
     assert not store._sweeping.is_alive()

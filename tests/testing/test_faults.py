@@ -47,7 +47,7 @@ def test_fault_strikes_when_told_and_as_often(
     outcomes = []
     for _ in range(5):
         try:
-            connector.attach(endpoint, timeout=5).close()
+            connector.attach(endpoint, timeout=60).close()
             outcomes.append("attached")
         except PeerUnreachableError:
             outcomes.append("failed")
@@ -58,15 +58,15 @@ def test_fault_can_last_until_healed(connector: FaultyTransport, endpoint: Endpo
     connector.fail("attach", PeerUnreachableError("gone"), times=None)
     for _ in range(3):
         with pytest.raises(PeerUnreachableError):
-            connector.attach(endpoint, timeout=5)
+            connector.attach(endpoint, timeout=60)
     connector.heal()
-    connector.attach(endpoint, timeout=5).close()
+    connector.attach(endpoint, timeout=60).close()
 
 
 def test_slot_can_go_stale_between_two_looks(
     connector: FaultyTransport, endpoint: Endpoint
 ) -> None:
-    with connector.attach(endpoint, timeout=5) as remote:
+    with connector.attach(endpoint, timeout=60) as remote:
         connector.fail("verify", StaleSlotError("reused"), after=1)
         with pytest.raises(StaleSlotError):
             read(remote, 1, 5)
@@ -76,7 +76,7 @@ def test_slot_can_go_stale_between_two_looks(
 def test_flipped_bit_is_seen_both_ways_and_healed(
     connector: FaultyTransport, endpoint: Endpoint
 ) -> None:
-    with connector.attach(endpoint, timeout=5) as remote:
+    with connector.attach(endpoint, timeout=60) as remote:
         connector.flip(1, offset=2)
         with pytest.raises(ChecksumError):
             read(remote, 1, 5)
@@ -90,7 +90,7 @@ def test_flipped_bit_is_seen_both_ways_and_healed(
 
 
 def test_partitioned_peer_looks_dead(connector: FaultyTransport, endpoint: Endpoint) -> None:
-    with connector.attach(endpoint, timeout=5) as remote:
+    with connector.attach(endpoint, timeout=60) as remote:
         connector.partition()
         assert not remote.alive
         connector.heal()
