@@ -38,6 +38,10 @@ with vLLM's requests and in the simulation |
 handed off (`multimodal_tail`), as the last token cannot be left out | in process |
 | a session of streamed input (`resumable`) | the decode engine loads the first prompt; a prefill \
 engine hands no session off (`resumable`) | with vLLM's scheduler and a made-up model |
+| beam search | vLLM's server asks its engine anew for each token, without the request's \
+`kv_transfer_params`, so no connector sees them. The decode engine computes the prompt; what was \
+prefilled for it is kept for `handoff_ttl_s`. A prefill engine's answer has no \
+`kv_transfer_params` | with real engines |
 | answers of reasoning models | kept up to their first thought; `thinking: keep` keeps them whole \
 | with vLLM's scheduler and a made-up model |
 

@@ -23,17 +23,27 @@ def truncation_refusal(request: Any, num_tokens: int) -> str | None:
         # All that is left would be loaded. vLLM then computes the last loaded token once more, for
         # its logits, upon states that have it already, and windows that begin after its own.
         return "passed_on"
-    if request.skip_reading_prefix_cache:
-        # vLLM sets it too where log-probabilities are wanted of all tokens of the prompt.
-        sampling = request.sampling_params
-        logprobs = sampling is not None and sampling.prompt_logprobs is not None
-        return "prompt_logprobs" if logprobs else "skip_reading_prefix_cache"
+    if (reason := computes_all(request)) is not None:
+        return reason
     if any(
         feature.mm_position.offset + feature.mm_position.length > num_tokens
         for feature in request.mm_features
     ):
         return "multimodal_tail"
     return None
+
+
+def computes_all(request: Any) -> str | None:
+    """Why a request has to compute all tokens of its prompt; None if it need not.
+
+    vLLM 0.30 would load what a connector offers for it, so nothing may be offered.
+    """
+    if not request.skip_reading_prefix_cache:
+        return None
+    # vLLM sets it too where log-probabilities are wanted of all tokens of the prompt.
+    sampling = request.sampling_params
+    logprobs = sampling is not None and sampling.prompt_logprobs is not None
+    return "prompt_logprobs" if logprobs else "skip_reading_prefix_cache"
 
 
 def truncate(request: Any, params: Mapping[str, Any], tokens_left: int, *, drafts: bool) -> None:

@@ -32,6 +32,7 @@ from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.serving import UNSERVED, Refusals, ServingState
 from omni_connector.handoff.truncation import (
     TRUNCATED,
+    computes_all,
     cut,
     may_be_cut,
     truncate,
@@ -97,6 +98,7 @@ _UNKNOWN: Final = "it is not known yet which weights this engine has"
 _STATE_BOUNDARY: Final = "a block with a state ends within the last tokens, before which vLLM stops"
 _NO_DRAFTER_KV: Final = "some of its blocks came from an engine without the drafter"
 _NO_TOKENS: Final = "its prompt is given as embeddings, and the drafter reads tokens"
+_COMPUTES_ALL: Final = "the request has its whole prompt computed"
 
 
 class OmniScheduler:
@@ -354,6 +356,9 @@ class OmniScheduler:
             self._stats.fail(refusal)
             receiver.reject(remote)  # the prefill engine need not keep it
             return
+        if (reason := computes_all(request)) is not None:
+            receiver.reject(remote)
+            raise BadParamsError(reason, _COMPUTES_ALL)
         # What the KV there depends on, whether or not this engine has the same drafter.
         ahead = remote.omni_tokens_ahead
         ahead = self._tokens_ahead if ahead is None else ahead
@@ -474,9 +479,6 @@ class OmniScheduler:
                 matched = self._shared.matched_tokens(request, num_computed_tokens)
                 if matched and num_computed_tokens + matched <= self._replay:
                     matched = 0  # vLLM would compute all of it again
-        # Prompt log-probabilities need the whole prompt computed; vLLM 0.30 does not see to that.
-        if request.skip_reading_prefix_cache:
-            return 0, False
         if matched == 0:
             self._room.ends(request.request_id)
         elif matched and not self._room.admits(

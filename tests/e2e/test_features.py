@@ -206,15 +206,18 @@ def test_a_hand_off_of_another_adapter_is_refused(
 @pytest.mark.supports("prompt_logprobs on the decode engine: it computes the prompt")
 def test_prompt_logprobs_on_the_decode_engine(features: Features) -> None:
     prompt, received = random_prompt(50, 300), features.received()
+    decode = features.pair.decode_engine
     own = features.own(prompt, prompt_logprobs=0)
+    refused = features.failures(decode, "prompt_logprobs")
     params = features.pair.prefill(prompt, salt := new_salt())
     given = {"cache_salt": salt, "kv_transfer_params": params}
     answer = features.own(prompt, prompt_logprobs=0, **given)
     assert features.received() == received
+    assert features.failures(decode, "prompt_logprobs") == refused + 1
     features.require_same(answer, own)
     assert prompt_logprobs(answer) == pytest.approx(prompt_logprobs(own), abs=ROUNDING)
-    # It still serves a request without.
-    features.require_same(features.own(prompt, **given), own)
+    # The prefill engine keeps nothing for it, as nobody asks for more.
+    features.pair.wait_until_idle(features.pair.prefill_engine)
 
 
 @pytest.mark.supports("prompt_logprobs on the prefill engine", "Llama")
@@ -344,10 +347,15 @@ def test_beam_search(features: Features) -> None:
     )
     assert asked["kv_transfer_params"] is None, "so that a router hands nothing off"
     features.pair.wait_until_idle(features.pair.prefill_engine)
-    answer = features.own(prompt, max_tokens=6, kv_transfer_params=None, **fields)
+    params = features.pair.prefill(prompt, salt := new_salt())
+    given = {"cache_salt": salt, "kv_transfer_params": params}
+    answer = features.own(prompt, max_tokens=6, **given, **fields)
     assert len(answer["choices"]) == 3
     features.require_same(answer, features.own(prompt, max_tokens=6, **fields))
     assert features.received() == received
+    # What was prefilled is kept, as the decode engine's connector has not seen the request.
+    features.own(prompt, **given)
+    assert features.received() == received + 1
 
 
 @pytest.mark.supports("log-probabilities")

@@ -20,7 +20,7 @@ from tests.toy import (
     WINDOW,
 )
 
-from .harness import HANDOFF, assert_clean, hand_off, prompt, run
+from .harness import HANDOFF, Answer, assert_clean, hand_off, prompt, run
 
 pytestmark = pytest.mark.vllm
 
@@ -242,7 +242,9 @@ def test_a_prompt_that_reads_no_prefix_cache_is_refused_under_that_name(engine):
 
 
 @pytest.mark.parametrize("family", ["full", "state and full"])
-def test_a_prompt_whose_logprobs_are_asked_for_is_loaded_by_nobody(engine, monkeypatch, family):
+def test_a_prompt_whose_logprobs_are_asked_for_is_loaded_by_nobody(
+    engine, monkeypatch, log, family
+):
     prefill, decode = engine("kv_producer", family=family), engine("kv_consumer", family=family)
     connector, asked, matched = decode.scheduler.connector, prompt(50), []
     ask = connector.get_num_new_matched_tokens
@@ -257,6 +259,28 @@ def test_a_prompt_whose_logprobs_are_asked_for_is_loaded_by_nobody(engine, monke
     assert decode.generate(asked, 6, params=params, prompt_logprobs=1).tokens == expected
     assert matched == [(0, False)]
     assert decode.count("tokens_loaded") == 0
+    assert decode.failures() == {"prompt_logprobs": 1}
+    assert [line for line in log if "prompt_logprobs" in line] == log
+    assert len(log) == 1
+    assert_clean(prefill, decode)
+    # The prefill engine was told without a lease.
+    assert prefill.handoffs == []
+    assert prefill.count("leases") == prefill.count("handoffs_expired") == 0
+    assert prefill.failures() == {}
+
+
+def test_a_prompt_that_reads_no_prefix_cache_is_computed_under_that_name(engine, tokens, log):
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    params = prefill.generate(prompt(50), params=HANDOFF).params
+    request = decode.request(prompt(50), max_tokens=6, params=params)
+    request.sampling_params.skip_reading_prefix_cache = True
+    request.skip_reading_prefix_cache = True
+    decode.answers[request.request_id] = Answer()
+    decode.scheduler.add_request(request)
+    decode.run(lambda: decode.done(request.request_id))
+    assert decode.answers[request.request_id].tokens == tokens(prompt(50), 6)
+    assert decode.failures() == {"skip_reading_prefix_cache": 1}
+    assert len(log) == 1
     assert_clean(prefill, decode)
 
 
