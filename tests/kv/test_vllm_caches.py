@@ -14,7 +14,9 @@ pytest.importorskip("vllm")
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (  # noqa: E402
     OffloadingConnectorWorker,
 )
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend  # noqa: E402
 from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim  # noqa: E402
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -79,6 +81,18 @@ def mamba(**changes):
     )
 
 
+FP8_SCALED = {"dtype": torch.uint8, "kv_quant_mode": KVQuantMode.FP8_PER_TOKEN_HEAD}
+INT8_SCALED = {"dtype": torch.int8, "kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD}
+
+
+def scaled(spec):
+    """With room for the scales of each token and head, as vLLM's backends make it."""
+    backend = MLACommonBackend if isinstance(spec, MLAAttentionSpec) else TritonAttentionBackend
+    made = backend.customize_spec(spec)
+    assert made.state_content_size_bytes == spec.state_content_size_bytes + 8
+    return made
+
+
 def group(prefix, count, spec):
     return KVCacheGroupSpec([f"{prefix}.{i}" for i in range(count)], spec)
 
@@ -96,7 +110,13 @@ def padded(page):
 
 
 # One head each: what vLLM takes for one page of contiguous bytes is one, in every layout.
-ONE_HEAD = ("mla", "mla of compressed tokens", "sliding window mla", "hidden states")
+ONE_HEAD = (
+    "mla",
+    "mla of compressed tokens",
+    "fp8 mla with scales of tokens",
+    "sliding window mla",
+    "hidden states",
+)
 
 FAMILIES = {
     "full attention": lambda: [group("full", 4, full())],
@@ -115,6 +135,12 @@ FAMILIES = {
             ),
         )
     ],
+    "fp8 with scales of tokens and heads": lambda: [group("full", 3, scaled(full(**FP8_SCALED)))],
+    "int8 with scales of tokens and heads": lambda: [
+        group("window", 2, scaled(sliding(**INT8_SCALED))),
+        group("full", 2, scaled(full(**INT8_SCALED))),
+    ],
+    "fp8 mla with scales of tokens": lambda: [group("mla", 3, scaled(mla(**FP8_SCALED)))],
     "sliding window": lambda: [group("window", 3, sliding())],
     "chunked local": lambda: (
         [
@@ -408,6 +434,28 @@ def test_blocks_move_between_caches_of_vllm(kv, family, layout):
         assert sums.tolist() == [
             xxhash.xxh3_64_intdigest(source.slot(g, block).tobytes()) for block in (6, 2, 3)
         ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_that_is_left_out_is_noticed(kv, family):
+    source, _ = allocate(kv, family, "LBNHC")
+    target, _ = allocate(kv, family, "LBNHC", num_blocks=BLOCKS + 4)
+    before, expected = target.clone(), target.clone()
+    canonical = canonicalize(source.groups, source.views, BLOCKS)
+    to_target = canonicalize(target.groups, target.views, BLOCKS + 4)
+    layout, group = SlotLayout.of(canonical), len(source.groups) - 1
+    slots = np.zeros((1, layout.slot_bytes), np.uint8)
+    expected.loaded(group, 1, source, 6)
+    save, load = (
+        BlockCopy(group, np.array([block]), slots, np.array([0]), checksum=False)
+        for block in (6, 1)
+    )
+    CpuCopier(canonical, layout).save(save)
+    CpuCopier(to_target, layout).load(load)
+    assert torch.equal(target.buffer, expected.buffer)
+    name = source.groups[group].layers[-1].name
+    target.block(name, 1).copy_(before.block(name, 1))
+    assert not torch.equal(target.buffer, expected.buffer)
 
 
 @pytest.mark.parametrize("family", ["full attention", "sliding window", "mla"])

@@ -18,6 +18,10 @@ from vllm.utils.torch_utils import (  # noqa: E402
     nvfp4_kv_cache_full_dim,
     nvfp4_split_data_scale,
 )
+from vllm.v1.attention.backends.triton_attn import (  # noqa: E402
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+)
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     KVCacheConfig,
@@ -31,7 +35,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 )
 
 from omni_connector.kv.convert import SlotConverter  # noqa: E402
-from omni_connector.kv.heads import HeadSlice  # noqa: E402
+from omni_connector.kv.heads import HeadSlice, head_sources  # noqa: E402
 from omni_connector.kv.shapes import (  # noqa: E402
     GroupShape,
     converter,
@@ -159,6 +163,95 @@ def test_the_two_writers_of_nvfp4_refuse_each_other() -> None:
     )
 
 
+SCALED = [mode for mode in KVQuantMode if mode.is_per_token_head]
+
+
+def scaled_spec(mode: KVQuantMode, ranks: int, block_size: int) -> FullAttentionSpec:
+    spec = FullAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=KV_HEADS // ranks,
+        head_size=HEAD_SIZE,
+        dtype=torch.int8 if mode == KVQuantMode.INT8_PER_TOKEN_HEAD else torch.uint8,
+        kv_quant_mode=mode,
+    )
+    return TritonAttentionBackend.customize_spec(spec)
+
+
+def scaled_page(
+    mode: KVQuantMode, ranks: int, block_size: int, dims: str, rank: int, block: int
+) -> np.ndarray:
+    """A block of a rank, whose numbers and scales are others for each token and head, by vLLM's own
+    views of it."""
+    spec = scaled_spec(mode, ranks, block_size)
+    heads, content = spec.num_kv_heads, spec.state_content_size_bytes
+    sizes = (1, heads, block_size, content) if dims == "HNC" else (1, block_size, heads, content)
+    page = torch.zeros(sizes, dtype=spec.dtype)
+    kernels = object.__new__(TritonAttentionImpl)
+    kernels._k_scale_cache = None
+    kernels._kv_quant_mode = mode
+    kernels.fp8_dtype = torch.float8_e4m3fn
+    keys, values = kernels._pth_key_value_caches(page if dims == "HNC" else page.transpose(1, 2))
+    scales = (kernels._k_scale_cache, kernels._v_scale_cache)
+    for side, (numbers, scale) in enumerate(zip((keys, values), scales, strict=True)):
+        width = numbers.shape[-1] - 4  # the last four bytes are the scale
+        for h in range(heads):
+            for t in range(block_size):
+                head, token = rank * heads + h, block * block_size + t
+                row = np.random.default_rng([side, head, token]).integers(0, 256, width, np.uint8)
+                numbers.view(torch.uint8)[0, t, h, :width] = torch.from_numpy(row)
+                scale[0, t, h] = 1000 * side + 100 * head + token
+    return page.flatten().view(torch.uint8).numpy()
+
+
+@pytest.mark.parametrize("mode", SCALED, ids=lambda mode: mode.name)
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ((2, 16, "HNC"), (1, 16, "HNC")),
+        ((1, 16, "HNC"), (2, 16, "HNC")),
+        ((1, 16, "HNC"), (1, 32, "HNC")),
+        ((2, 32, "NHC"), (1, 16, "HNC")),
+    ],
+    ids=["TP 2 to 1", "TP 1 to 2", "larger blocks", "all of it"],
+)
+def test_scales_of_tokens_and_heads_move_with_these(
+    mode: KVQuantMode, theirs: tuple[int, int, str], ours: tuple[int, int, str]
+) -> None:
+    source, target = (
+        shapes({"a": layer("TRITON_ATTN")}, {"a": scaled_spec(mode, ranks, block_size)}, dims)
+        for ranks, block_size, dims in (theirs, ours)
+    )
+    assert difference(source, theirs[0], target, ours[0], KV_HEADS) is None
+    convert, tokens = converter(source[0], target[0]), 32
+    for rank in range(ours[0]):
+        parts = head_sources(
+            total=KV_HEADS,
+            source_heads=KV_HEADS // theirs[0],
+            source_ranks=theirs[0],
+            target_heads=KV_HEADS // ours[0],
+            target_rank=rank,
+            target_ranks=ours[0],
+        )
+        for block in range(tokens // ours[1]):
+            made = np.zeros(convert.target_bytes, np.uint8)
+            for source_rank, part in parts:
+                for number in range(tokens // theirs[1]):
+                    page = scaled_page(mode, *theirs, source_rank, number)
+                    convert.copy(page, number, made, block, [part], end_token=tokens)
+            assert (made == scaled_page(mode, *ours, rank, block)).all()
+
+
+@pytest.mark.parametrize("mode", SCALED, ids=lambda mode: mode.name)
+def test_numbers_without_their_scales_are_noticed(mode: KVQuantMode) -> None:
+    """The heads of two ranks one after the other are those of one rank."""
+    expected = scaled_page(mode, 1, 16, "HNC", 0, 0)
+    heads = [scaled_page(mode, 2, 16, "HNC", rank, 0) for rank in range(2)]
+    sides = np.concatenate(heads).reshape(KV_HEADS, 16, 2, -1)
+    assert (sides.ravel() == expected).all()
+    sides[..., -4:] = 0
+    assert (sides.ravel() != expected).any()
+
+
 def test_flashinfer_is_converted_where_it_keeps_rows() -> None:
     spec = FullAttentionSpec(
         block_size=16, num_kv_heads=2, head_size=HEAD_SIZE, dtype=torch.bfloat16
@@ -227,6 +320,24 @@ def test_pages_of_other_kernels_are_made_ours(ours: Any, theirs: Any) -> None:
     convert.copy(page, 0, made, 0, [HeadSlice(0, 0, KV_HEADS)], end_token=32)
     assert (made == expected).all()
     assert same_bytes(source, target) == (page == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ((layer("FLASH_ATTN"), "HNC"), (layer("FLASHINFER"), "NHC")),
+        ((layer("CPU_ATTN", isa="vec"), "HNC"), (layer("CPU_ATTN", isa="amx"), "HNC")),
+    ],
+    ids=["layout", "tiles"],
+)
+def test_pages_of_other_kernels_that_are_copied_as_they_are_are_noticed(
+    ours: Any, theirs: Any
+) -> None:
+    source, page = page_of(ours[0], 32, ours[1])
+    target, expected = page_of(theirs[0], 32, theirs[1])
+    assert source.kept == target.kept
+    assert page.size == expected.size
+    assert (page != expected).any()
 
 
 def test_latents_are_read_by_other_kernels_for_latents_only() -> None:
