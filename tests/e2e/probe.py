@@ -24,6 +24,8 @@ class KVProbe:
     model_runner: Any
     rank: int
 
+    _probe_loss = "nothing"
+
     def probe_watch(self) -> list[dict[str, Any]]:
         """Follow the block tables of requests from now on; describe the cache groups.
 
@@ -72,6 +74,10 @@ class KVProbe:
                 tensor.copy_(more.view(shape).view(tensor.dtype))
                 drawn = (drawn + count) % NOISE
 
+    def probe_loses(self, what: str) -> None:
+        """From now on, of what requests have loaded: `nothing`, or `everything`."""
+        self._probe_loss = what
+
     def probe_save(self, folder: str, most: str) -> None:
         """Write what was kept of so many of the latest requests."""
         latest = list(self._probe_seen.values())[-int(most) :]
@@ -80,6 +86,8 @@ class KVProbe:
     def _probe_follow(self, scheduler_output: Any) -> None:
         for new in scheduler_output.scheduled_new_reqs:
             table = [list(ids) for ids in new.block_ids]
+            if self._probe_loss != "nothing" and new.num_computed_tokens:
+                self._probe_lose(table)
             self._probe_seen[new.req_id] = {
                 "prompt": list(new.prompt_token_ids or ()),  # none of one given as embeddings
                 "computed": new.num_computed_tokens,
@@ -107,6 +115,22 @@ class KVProbe:
                 before = computed.get(request_id, request["computed"])
                 if before + scheduled >= len(request["prompt"]):
                     request["prefilled"] = self._probe_read(request["table"])
+
+    def _probe_lose(self, table: list[list[int]]) -> None:
+        """Fill the blocks of one request with noise, in the layers that lose it."""
+        config, layers = self.model_runner.kv_cache_config, self._probe_layers()
+        draw = torch.Generator().manual_seed(7)
+        for group, ids in zip(config.kv_cache_groups, table, strict=True):
+            held = torch.tensor([block for block in ids if block], dtype=torch.long)
+            for name in filter(self._probe_is_lost, group.layer_names):
+                for tensor in layers[name]:
+                    parts = tensor.shape[0] // config.num_blocks
+                    rows = (held[:, None] * parts + torch.arange(parts)).flatten()
+                    noise = torch.empty(tensor[rows].shape).normal_(0.0, SPOILED, generator=draw)
+                    tensor[rows] = noise.to(tensor.dtype)
+
+    def _probe_is_lost(self, layer: str) -> bool:
+        return True
 
     def _probe_layer(self, name: str) -> Any:
         return self.model_runner.compilation_config.static_forward_context[name]

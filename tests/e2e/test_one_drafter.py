@@ -62,16 +62,18 @@ def test_the_decode_engine_alone_drafts(engines: tuple[Member, Member]) -> None:
 
 
 @by_method("the decode side")
-def test_a_model_that_has_lost_its_kv_is_noticed(engines: tuple[Member, Member]) -> None:
+def test_a_model_that_drafts_and_has_lost_its_kv_is_noticed(
+    engines: tuple[Member, Member],
+) -> None:
     pair = Pair.of(*engines)
     drafting = Drafting(pair)
     prompt = random_prompt(160, 300)
     own = drafting.count(prompt, new_salt())
-    pair.decode_probe.call("draft_loses", "everything")
+    pair.decode_probe.call("probe_loses", "everything")
     try:
         handed = drafting.hand_off(prompt)
     finally:
-        pair.decode_probe.call("draft_loses", "nothing")
+        pair.decode_probe.call("probe_loses", "nothing")
     with pytest.raises(AssertionError, match=r"token \d+"):
         handed.answer.require_same(own.answer, tolerance=ROUNDING)
     with pytest.raises(AssertionError, match="found"):
@@ -93,3 +95,22 @@ def test_the_prefill_engine_alone_drafts(engines: tuple[Member, Member]) -> None
     assert pair.received() == received + len(LENGTHS)
     assert pair.failures() == failures
     pair.wait_until_idle()
+
+
+@by_method("the prefill side")
+def test_a_model_that_does_not_draft_and_has_lost_its_kv_is_noticed(
+    engines: tuple[Member, Member],
+) -> None:
+    pair = Pair.of(*reversed(engines))
+    prompt = random_prompt(200, 300)
+    own = pair.decode(prompt, new_salt(), max_tokens=MAX_TOKENS)
+    params = pair.prefill(prompt, salt := new_salt())
+    pair.decode_probe.call("probe_loses", "everything")
+    try:
+        handed = pair.decode(prompt, salt, params, max_tokens=MAX_TOKENS)
+    finally:
+        pair.decode_probe.call("probe_loses", "nothing")
+    with pytest.raises(AssertionError, match=r"token \d+"):
+        handed.require_same(own, tolerance=ROUNDING)
+    with pytest.raises(AssertionError, match="found"):
+        pair.require_same_kv(prompt)

@@ -45,7 +45,7 @@ def pair(pool: Pool) -> Iterator[Pair]:
     try:
         yield made
     finally:
-        decode.probe.call("draft_loses", "nothing")
+        decode.probe.call("probe_loses", "nothing")
 
 
 def own(pair: Pair, prompt: list[int]) -> Answer:
@@ -73,7 +73,7 @@ def test_answer_and_kv_are_the_right_ones(pair: Pair, length: int) -> None:
 def test_an_engine_that_has_lost_the_kv_is_noticed(pair: Pair) -> None:
     prompt = random_prompt(90, 300)
     reference = own(pair, prompt)
-    pair.decode_probe.call("draft_loses", "everything")
+    pair.decode_probe.call("probe_loses", "everything")
     # Among all bytes there are some of no number, which cannot be written as JSON.
     with pytest.raises((AssertionError, EngineError), match=r"token \d+|not JSON compliant"):
         pair.hand_off(prompt).require_same(reference, tolerance=0.1)

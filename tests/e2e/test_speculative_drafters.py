@@ -132,7 +132,7 @@ def drafting(pool: Pool, method: str) -> Iterator[Drafting]:
     try:
         yield Drafting(Pair.of(prefill, decode))
     finally:
-        decode.probe.call("draft_loses", "nothing")
+        decode.probe.call("probe_loses", "nothing")
 
 
 @by_method
@@ -155,7 +155,7 @@ def test_the_drafter_goes_on_as_if_it_had_computed_the_prompt(drafting: Drafting
 def test_a_drafter_that_has_lost_its_kv_is_noticed(drafting: Drafting) -> None:
     own: list[Drafted] = []
     handed: list[Drafted] = []
-    drafting.pair.decode_probe.call("draft_loses", "drafter")
+    drafting.pair.decode_probe.call("probe_loses", "drafter")
     for number, length in enumerate((300, 500)):
         prompt = random_prompt(50 + number, length)
         own.append(drafting.count(prompt, new_salt()))
@@ -168,7 +168,7 @@ def test_a_drafter_that_has_lost_its_kv_is_noticed(drafting: Drafting) -> None:
 def test_a_model_that_has_lost_its_kv_is_noticed(drafting: Drafting) -> None:
     prompt = random_prompt(60, 300)
     own = drafting.count(prompt, new_salt())
-    drafting.pair.decode_probe.call("draft_loses", "everything")
+    drafting.pair.decode_probe.call("probe_loses", "everything")
     handed = drafting.hand_off(prompt)
     with pytest.raises(AssertionError, match=r"token \d+"):
         handed.answer.require_same(own.answer, tolerance=ROUNDING)
@@ -200,7 +200,7 @@ def test_a_prefix_that_is_shared_without_the_kv_of_the_drafter_is_noticed(
     prompts = [random_prompt(80 + number, 4 * BLOCK + 30) for number in range(2)]
     drafting.publish(prompts[0], new_salt())
     drafting.meet(prompts[0])
-    drafting.pair.decode_probe.call("draft_loses", "drafter")
+    drafting.pair.decode_probe.call("probe_loses", "drafter")
     own: list[Drafted] = []
     found: list[Drafted] = []
     for prompt in prompts:
