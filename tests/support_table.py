@@ -3,17 +3,26 @@
 
 `@pytest.mark.supports(feature, *families, refused=reason)` says that a test shows a feature, for
 the families named, else for the one that its parameter `family` is, else for all; `refused` says
-that what it shows is the refusal. `python -m tests.support_table` writes the page; a test compares
-it with the marks.
+that what it shows is the refusal.
+
+`@pytest.mark.shows(what, control=test)` says that a test of any folder shows something, and which
+test is its control: there a connector moves nothing, or less or other bytes, and the same
+comparison fails. A control is in the same file, or is given as `folder/file.py::test`.
+
+`python -m tests.support_table` writes the page; a test compares it with the marks.
 """
 
+import ast
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-END_TO_END = ROOT / "tests" / "e2e"
+TESTS = ROOT / "tests"
+END_TO_END = TESTS / "e2e"
 PAGE = ROOT / "docs" / "models.md"
 HEAD = """\
 # Models and features
@@ -26,24 +35,32 @@ with the prefill engine's; a connector that moves nothing fails it. The features
 it are compared with the answers of a decode engine that computes the prompt itself.
 
 """
+SHOWN = """
+## Each with its control
+
+These are checked with real engines (`e2e`), or with vLLM's scheduler and a made-up model that reads
+every byte of its KV, or with vLLM's own layers, kernels and caches. The control is a test in which
+nothing is moved, or less, or other bytes: there the same comparison fails.
+
+"""
 TAIL = """
 ## Other requests
 
 | | | shown |
 | --- | --- | --- |
 | images and other inputs beside tokens | their content is part of the prompt, by vLLM's hashes: \
-handed off and shared with the same image at the same place only | with real engines of Idefics3, \
-with vLLM's requests and in the simulation |
+handed off and shared with the same image at the same place only | above; also with vLLM's \
+requests and in the simulation |
 | a prompt that ends with an image, of a model whose prompts are cut (windows, states) | not \
 handed off (`multimodal_tail`), as the last token cannot be left out | in process |
 | a session of streamed input (`resumable`) | the decode engine loads the first prompt; a prefill \
-engine hands no session off (`resumable`) | with vLLM's scheduler and a made-up model |
+engine hands no session off (`resumable`) | above |
 | beam search | vLLM's server asks its engine anew for each token, without the request's \
 `kv_transfer_params`, so no connector sees them. The decode engine computes the prompt; what was \
 prefilled for it is kept for `handoff_ttl_s`. A prefill engine's answer has no \
 `kv_transfer_params` | with real engines |
 | answers of reasoning models | kept up to their first thought; `thinking: keep` keeps them whole \
-| with vLLM's scheduler and a made-up model |
+| above |
 
 ## Engines that differ
 
@@ -91,8 +108,8 @@ Both engines must keep convolutions in the same order (`VLLM_SSM_CONV_STATE_LAYO
 ## Circular buffers
 
 DeepSeek-V4.1, Qwen3.8 next and GLM-5.3 flash keep the latest tokens of a request in one block, in
-which later tokens overwrite earlier ones (`CircularBufferSpec`). They need a GPU; `make test` hands
-off and shares such groups with vLLM's scheduler and a made-up model that reads every byte.
+which later tokens overwrite earlier ones (`CircularBufferSpec`). They need a GPU, so no real engine
+has run here.
 
 | | |
 | --- | --- |
@@ -104,9 +121,9 @@ so set the same on both sides |
 ## Bounded replay
 
 vLLM keeps the sliding windows of DeepSeek-V4.1 in no prefix cache. After a prefix hit it computes
-the last window of it again (`--swa-bounded-replay`, on by default). `make test` hands off and
-shares with vLLM's scheduler and a made-up model, whose windows do not depend on the place from
-which they are computed again; those of vLLM's model do, a little.
+the last window of it again (`--swa-bounded-replay`, on by default). The windows of the made-up
+model do not depend on the place from which they are computed again; those of vLLM's model do, a
+little.
 
 | | |
 | --- | --- |
@@ -126,9 +143,8 @@ nothing that runs on a CPU shows which bytes the kernels leave out.
 
 ## Recurrent states with speculative decoding
 
-vLLM's CPU build cannot run drafts beside recurrent states, such as the MTP of Qwen3-Next. `make
-test` hands such states off and shares them with vLLM's scheduler and a made-up model, which leaves
-a state after each draft as vLLM does; so does the simulation.
+vLLM's CPU build cannot run drafts beside recurrent states, such as the MTP of Qwen3-Next. The
+made-up model leaves a state after each draft as vLLM does, here and in the simulation.
 
 | | |
 | --- | --- |
@@ -142,10 +158,9 @@ are not shared |
 
 ## A drafter on one side only
 
-A prefill engine may have no drafter where the decode engine has one, or the other way round. `make
-test` shows both with real engines and EAGLE, EAGLE-3, MTP and a draft model, and every page of the
-drafter with vLLM's scheduler and a made-up model. How many drafts are accepted after a hand-off,
-and by an engine that computes the prompt, stands [here](../benchmarks/results/acceptance.md).
+A prefill engine may have no drafter where the decode engine has one, or the other way round. How
+many drafts are accepted after a hand-off, and by an engine that computes the prompt, stands
+[here](../benchmarks/results/acceptance.md).
 
 | | |
 | --- | --- |
@@ -246,6 +261,67 @@ ranks on one host; not run on several |
 NAME = "support table"
 
 
+@dataclass(frozen=True)
+class Shown:
+    """A row of the second table.
+
+    Attributes:
+        what: is shown.
+        file: of the test, relative to the folder of all tests.
+        test, control: names of functions.
+    """
+
+    what: str
+    file: str
+    test: str
+    control: str
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """Of a row."""
+        return self.what, f"{_sentence(self.test)} (`{self.file}`)", _sentence(self.control)
+
+
+def shown(tests: Path = TESTS) -> list[Shown]:
+    """What the marks `shows` say, by file and line.
+
+    Raises:
+        ValueError: a mark names a control that does not exist.
+    """
+    found = []
+    for path in sorted(tests.rglob("test_*.py")):
+        if "pytest.mark.shows" not in (text := path.read_text()):
+            continue
+        functions = _functions(text)
+        for test, function in functions.items():
+            for what, control in _marks(function):
+                file, _, name = control.rpartition("::")
+                others = _functions((tests / file).read_text()) if file else functions
+                if name not in others or not name.startswith("test_"):
+                    raise ValueError(f"{path}: {test} has no control {control}")
+                found.append(Shown(what, str(path.relative_to(tests)), test, name))
+    return found
+
+
+def _sentence(test: str) -> str:
+    """The name of a test as it is read."""
+    names = {"kv": "KV", "vllm": "vLLM"}
+    return " ".join(names.get(word, word) for word in test.removeprefix("test_").split("_"))
+
+
+def _functions(text: str) -> dict[str, ast.FunctionDef]:
+    return {each.name: each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)}
+
+
+def _marks(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
+    """What a test shows, and with which control."""
+    for mark in function.decorator_list:
+        if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.shows":
+            (what,) = mark.args
+            (control,) = mark.keywords
+            yield ast.literal_eval(what), ast.literal_eval(control.value)
+
+
 class Table:
     """A pytest plugin that gathers the marks of what is collected.
 
@@ -302,7 +378,9 @@ class Table:
         lines = ["| " + " | ".join(row) + " |" for row in rows]
         lines += [""] if notes else []
         lines += [f"{number}. {note[0].upper()}{note[1:]}." for number, note in enumerate(notes, 1)]
-        return HEAD + "\n".join(lines) + "\n" + TAIL
+        controlled = [("", "shown by", "control"), ("---",) * 3, *(row.cells for row in shown())]
+        more = ["| " + " | ".join(row) + " |" for row in controlled]
+        return HEAD + "\n".join(lines) + "\n" + SHOWN + "\n".join(more) + "\n" + TAIL
 
 
 def page_of(config: pytest.Config) -> str | None:

@@ -79,6 +79,10 @@ def received(engine: Engine) -> dict[str, float]:
     return {labels["engine"]: value for labels, value in samples}
 
 
+@pytest.mark.shows(
+    "two data-parallel ranks a side",
+    control="e2e/test_negative_control.py::test_a_connector_that_moves_nothing_is_noticed",
+)
 @pytest.mark.supports("data parallel, two ranks a side", "Llama")
 def test_each_rank_hands_off_to_each(sides: tuple[Engine, Engine], cases: dict[str, Case]) -> None:
     prefill, decode = sides

@@ -186,6 +186,10 @@ def seeing(pool: Pool) -> Seeing:
     return seeing
 
 
+@pytest.mark.shows(
+    "images in prompts: hand-offs",
+    control="test_a_picture_that_has_lost_its_kv_is_noticed",
+)
 @pytest.mark.e2e
 @pytest.mark.supports("images in prompts (of Idefics3, a Llama that sees)", "Llama")
 def test_a_prompt_with_a_picture_is_handed_off(seeing: Seeing) -> None:
@@ -193,6 +197,19 @@ def test_a_prompt_with_a_picture_is_handed_off(seeing: Seeing) -> None:
     answer = seeing.decode(2, salt := new_salt(), seeing.prefill(2, salt))
     assert seeing.pair.received() == received + 1
     answer.require_same(own, tolerance=ROUNDING)
+
+
+@pytest.mark.e2e
+def test_a_picture_that_has_lost_its_kv_is_noticed(seeing: Seeing) -> None:
+    own = seeing.own(9)
+    params = seeing.prefill(9, salt := new_salt())
+    seeing.pair.decode_probe.call("probe_loses", "everything")
+    try:
+        answer = seeing.decode(9, salt, params)
+    finally:
+        seeing.pair.decode_probe.call("probe_loses", "nothing")
+    with pytest.raises(AssertionError, match=r"token \d+"):
+        answer.require_same(own, tolerance=ROUNDING)
 
 
 @pytest.mark.e2e
@@ -211,6 +228,10 @@ def test_of_another_picture_under_the_same_words_nothing_is_loaded(seeing: Seein
         right.require_same(own, tolerance=ROUNDING)
 
 
+@pytest.mark.shows(
+    "images in prompts: shared prefixes",
+    control="test_an_arena_that_delivers_no_picture_is_noticed",
+)
 @pytest.mark.e2e
 def test_a_prefix_with_a_picture_is_shared(seeing: Seeing) -> None:
     before = seeing.found()

@@ -42,6 +42,10 @@ def engines(pool: Pool, method: str) -> tuple[Member, Member]:
     return without, drafts
 
 
+@pytest.mark.shows(
+    "a drafter on the decode side alone",
+    control="test_a_model_that_drafts_and_has_lost_its_kv_is_noticed",
+)
 @by_method("the decode side")
 def test_the_decode_engine_alone_drafts(engines: tuple[Member, Member]) -> None:
     pair = Pair.of(*engines)
@@ -80,6 +84,10 @@ def test_a_model_that_drafts_and_has_lost_its_kv_is_noticed(
         pair.require_same_kv(prompt, zeroed=pair.decode_probe.call("draft_layers")[0])
 
 
+@pytest.mark.shows(
+    "a drafter on the prefill side alone",
+    control="test_a_model_that_does_not_draft_and_has_lost_its_kv_is_noticed",
+)
 @by_method("the prefill side")
 def test_the_prefill_engine_alone_drafts(engines: tuple[Member, Member]) -> None:
     pair = Pair.of(*reversed(engines))

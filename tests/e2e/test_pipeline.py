@@ -68,6 +68,10 @@ def stages(engine_pool: Pool) -> Iterator[Stages]:
             engine.stop()
 
 
+@pytest.mark.shows(
+    "pipeline stages on both sides: hand-offs",
+    control="e2e/test_negative_control.py::test_a_connector_that_moves_nothing_is_noticed",
+)
 @pytest.mark.supports("PP 2 to PP 2", "Llama")
 @pytest.mark.parametrize("name", NAMES)
 def test_answer_is_the_reference_and_kv_the_senders(
@@ -93,6 +97,10 @@ def test_stages_are_not_alike(stages: Stages, cases: dict[str, Case]) -> None:
         kv.require_same_kv(sent, sent[::-1], 100)
 
 
+@pytest.mark.shows(
+    "pipeline stages on both sides: shared prefixes",
+    control="test_a_stage_that_is_delivered_nothing_is_noticed",
+)
 @pytest.mark.supports("prefixes shared by engines of PP 2", "Llama")
 def test_a_prefix_is_found_in_the_arenas_of_another_engine(
     stages: Stages, cases: dict[str, Case]
@@ -125,6 +133,10 @@ def test_a_stage_that_is_delivered_nothing_is_noticed(
         case.check(answer)
 
 
+@pytest.mark.shows(
+    "pipeline stages on one side: hand-offs",
+    control="e2e/test_negative_control.py::test_a_connector_that_moves_nothing_is_noticed",
+)
 @pytest.mark.parametrize(
     "to_one",
     [

@@ -54,6 +54,10 @@ def own(pair: Pair, prompt: list[int]) -> Answer:
         return same_path(client, prompt, max_tokens=MAX_TOKENS)
 
 
+@pytest.mark.shows(
+    "FP8 KV with scales of the checkpoint",
+    control="test_an_engine_that_has_lost_the_kv_is_noticed",
+)
 @fp8
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=list(LENGTHS))
 def test_answer_and_kv_are_the_right_ones(pair: Pair, length: int) -> None:

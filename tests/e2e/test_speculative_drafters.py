@@ -135,6 +135,10 @@ def drafting(pool: Pool, method: str) -> Iterator[Drafting]:
         decode.probe.call("probe_loses", "nothing")
 
 
+@pytest.mark.shows(
+    "the same drafter on both sides (EAGLE, EAGLE-3, MTP, a draft model): hand-offs",
+    control="test_a_drafter_that_has_lost_its_kv_is_noticed",
+)
 @by_method
 def test_the_drafter_goes_on_as_if_it_had_computed_the_prompt(drafting: Drafting) -> None:
     received = drafting.pair.received()
@@ -174,6 +178,10 @@ def test_a_model_that_has_lost_its_kv_is_noticed(drafting: Drafting) -> None:
         handed.answer.require_same(own.answer, tolerance=ROUNDING)
 
 
+@pytest.mark.shows(
+    "the same drafter on both sides: shared prefixes",
+    control="test_a_prefix_that_is_shared_without_the_kv_of_the_drafter_is_noticed",
+)
 @by_method
 def test_a_prefix_is_shared_with_the_kv_of_the_drafter(drafting: Drafting, method: str) -> None:
     shared = random_prompt(70, 4 * BLOCK)

@@ -164,6 +164,10 @@ def check_goes_on(talk: Talk, prompt: list[int], answered: int) -> None:
     assert grown == [len(prompt), len(prompt) % talk.reading.block, 0]
 
 
+@pytest.mark.shows(
+    "hits within a block with a recurrent state",
+    control="test_ends_that_are_not_delivered_are_noticed",
+)
 @pytest.mark.supports("the next turn goes on within a block")
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_prompt_goes_on_where_another_has_ended(talk: Talk, name: str) -> None:

@@ -411,6 +411,10 @@ def test_a_request_of_all_groups_finds_its_values_in_the_blocks_it_was_given(kv,
         assert torch.equal(found.view(torch.int8), value.view(torch.int8))
 
 
+@pytest.mark.shows(
+    "caches of every kind, in every layout of vLLM",
+    control="test_a_layer_that_is_left_out_is_noticed",
+)
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_blocks_move_between_caches_of_vllm(kv, family, layout):
     source, _ = allocate(kv, family, layout)

@@ -17,6 +17,7 @@ from .harness import (
     InProcessEngine,
     assert_clean,
     hand_off,
+    lose_loads,
     prompt,
 )
 from .runners import OlderRunner
@@ -151,6 +152,10 @@ def test_a_worker_with_such_a_tensor_says_which_copies_have_ended(engine):
     assert_clean(one)
 
 
+@pytest.mark.shows(
+    "caches that older model runners allocate as one tensor of all layers",
+    control="test_a_tensor_that_has_lost_what_was_loaded_is_noticed",
+)
 @pytest.mark.parametrize("backend", [Packed, PackedHeadsFirst])
 def test_a_tensor_of_all_layers_is_handed_off(engine, tokens, backend):
     prefill = engine("kv_producer", lifecycle=CrossLayerRunner(backend))
@@ -158,6 +163,15 @@ def test_a_tensor_of_all_layers_is_handed_off(engine, tokens, backend):
     assert hand_off(prefill, decode, PROMPT) == tokens(PROMPT, 6)
     assert decode.count("handoffs_received") == 1
     assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("backend", [Packed, PackedHeadsFirst])
+def test_a_tensor_that_has_lost_what_was_loaded_is_noticed(engine, tokens, monkeypatch, backend):
+    prefill = engine("kv_producer", lifecycle=CrossLayerRunner(backend))
+    decode = engine("kv_consumer", lifecycle=CrossLayerRunner(backend))
+    lose_loads(decode, 0, monkeypatch)
+    assert hand_off(prefill, decode, PROMPT) != tokens(PROMPT, 6)
+    assert decode.count("handoffs_received") == 1
 
 
 @pytest.mark.parametrize("backend", [Packed, PackedHeadsFirst])

@@ -54,6 +54,10 @@ def target(family):
     return family.replace(", full and drafter", " and full")
 
 
+@pytest.mark.shows(
+    "recurrent states beside drafts: hand-offs",
+    control="test_a_hand_off_without_the_state_is_found_out",
+)
 @of_all
 @overlapping
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "uncached"])
@@ -185,6 +189,10 @@ class WrongState(AssertionError):
     """An engine goes on otherwise after a state that it has loaded."""
 
 
+@pytest.mark.shows(
+    "recurrent states beside drafts: shared prefixes, also within answers",
+    control="test_a_state_whose_block_vllm_has_given_away_is_found_out",
+)
 @of_all
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_all_states_within_answers_are_shared_where_vllm_runs_ahead(

@@ -31,6 +31,10 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [draw.randrange(3, 500) for _ in range(length)]
 
 
+@pytest.mark.shows(
+    "the same drafter on both sides: every page of its KV",
+    control="test_a_drafter_that_finds_other_kv_is_noticed",
+)
 @of_all
 @by_way
 @pytest.mark.parametrize("length", LENGTHS)
@@ -61,6 +65,10 @@ def test_the_drafter_finds_what_its_tokens_give(engine, family, drafter, drafts,
 OTHER_STAGES = [((1,), (1,)), ((1,), ()), ((), (1,)), ((1,), (1, LAYERS + 1))]
 
 
+@pytest.mark.shows(
+    "the same drafter on both sides, with pipeline stages",
+    control="test_a_drafter_that_finds_other_kv_is_noticed",
+)
 @of_all
 @pytest.mark.parametrize(("theirs", "ours"), OTHER_STAGES, ids=str)
 @pytest.mark.parametrize("length", [5, 3 * BLOCK + 5])

@@ -39,6 +39,10 @@ def hand_off(prefill, decode, prompt, asked=None, count=6, **options):
     return decode.generate([0] * len(prompt), count, params, **given).tokens
 
 
+@pytest.mark.shows(
+    "prompts given as embeddings",
+    control="test_a_connector_that_moves_nothing_is_noticed",
+)
 @of_all
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_prompt_of_embeddings_is_handed_off(engine, family, length):

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kind of cache group and their mixtures, handed off under vLLM's own scheduler."""
 
+import dataclasses
 import random
 
 import pytest
 from vllm.v1.request import FinishReason
 
+from omni_connector.copy.load_plans import LoadPlans
 from tests import inspection
 from tests.toy import (
     BLOCK,
@@ -29,6 +31,10 @@ LENGTHS = [2, BLOCK - 3, BLOCK, BLOCK + 1, WINDOW, WINDOW + 2, 5 * BLOCK, 5 * BL
 ALL_TO_LOAD = [family for family in FAMILIES if family != "chunk"]
 
 
+@pytest.mark.shows(
+    "every kind of cache group, and their mixtures",
+    control="test_a_connector_that_moves_nothing_is_found_out",
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chunk", [4096, 24], ids=["whole", "chunked"])
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "uncached"])
@@ -296,6 +302,10 @@ def test_a_prefill_that_is_cut_ends_with_one_token(engine):
 PAIRS = [(2, 2), (2, 1), (1, 2), (4, 4), (4, 1), (1, 4), (4, 2), (2, 4)]
 
 
+@pytest.mark.shows(
+    "heads and recurrent states between other tensor-parallel sizes",
+    control="test_what_another_rank_has_of_them_is_noticed_by_these_tests",
+)
 @pytest.mark.parametrize("ranks", PAIRS, ids=lambda pair: f"{pair[0]} to {pair[1]}")
 @pytest.mark.parametrize("family", ["full", "window and full", "state and full", "all three"])
 def test_heads_and_states_are_sliced_and_joined(engine, family, ranks):
@@ -307,6 +317,31 @@ def test_heads_and_states_are_sliced_and_joined(engine, family, ranks):
         assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
     assert decode.count("handoffs_received") == len(LENGTHS)
     assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize("kind", ["state", "full"])
+def test_what_another_rank_has_of_them_is_noticed_by_these_tests(engine, monkeypatch, kind):
+    """It has slots of the same size, with right checksums and generations."""
+    family = "state and full"
+    swapped, plan = FAMILIES[family].index(kind), LoadPlans._plan
+
+    def turned(plans, source, group):
+        found = plan(plans, source, group)
+        if group != swapped:
+            return found
+        sources = (
+            dataclasses.replace(each, arenas=tuple(1 - at for at in each.arenas))
+            for each in found.sources
+        )
+        return dataclasses.replace(found, sources=tuple(sources))
+
+    monkeypatch.setattr(LoadPlans, "_plan", turned)
+    prefill = engine("kv_producer", family=family, ranks=2)
+    decode = engine("kv_consumer", family=family)
+    asked = prompt(5 * BLOCK + 1)
+    assert hand_off(prefill, decode, asked) != engine(family=family).generate(asked, 6).tokens
+    assert decode.count("tokens_loaded") == 5 * BLOCK
+    assert not decode.failures()
 
 
 @pytest.mark.parametrize("ranks", [(2, 2), (2, 1)])

@@ -65,6 +65,10 @@ def test_a_token_takes_as_many_bytes_of_arenas_as_with_a_rank_for_each_head(
     assert abs(several.directory.num_slots - one.directory.num_slots) < ranks
 
 
+@pytest.mark.shows(
+    "one copy of a head that several ranks hold: hand-offs",
+    control="test_the_slots_of_another_head_are_noticed_by_these_tests",
+)
 @pytest.mark.parametrize("family", ["full", "more", "more and full"])
 @between
 def test_every_rank_gets_the_bytes_of_a_handoff(engine, family, ranks):
@@ -211,6 +215,10 @@ def test_an_engine_gets_back_what_its_own_cache_has_evicted(sharer, engine, fami
     assert_clean(alone)
 
 
+@pytest.mark.shows(
+    "one copy of a head that several ranks hold: shared prefixes",
+    control="test_wrong_bytes_in_the_copy_of_one_head_that_nobody_checks_are_noticed",
+)
 @pytest.mark.parametrize(
     ("family", "stages"),
     [("full", ()), ("full", (1,)), ("more and full", ()), ("more and full", (LAYERS,))],
@@ -268,6 +276,20 @@ def test_wrong_bytes_in_the_copy_of_one_head_are_noticed_by_its_ranks(sharer, en
     assert second.generate(QUESTION, 6).tokens == expected
     assert set(second.failures()) == {"checksum_mismatch"}
     assert_clean(first, second)
+
+
+def test_wrong_bytes_in_the_copy_of_one_head_that_nobody_checks_are_noticed(
+    sharer,  # noqa: F811
+    engine,
+    monkeypatch,
+):
+    inspection.compare_nothing(monkeypatch.setattr)
+    first, second = sharer(ranks=4), sharer(ranks=4)
+    publish(first)
+    first.arena(2).slots[:] ^= 0x10
+    expected = engine().generate(QUESTION, 6).tokens
+    assert second.generate(QUESTION, 6).tokens != expected
+    assert second.count("tokens_from_host") == 6 * BLOCK
 
 
 def test_new_weights_void_what_each_rank_owns(engine):

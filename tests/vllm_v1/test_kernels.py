@@ -203,6 +203,10 @@ def scaled_page(
     return page.flatten().view(torch.uint8).numpy()
 
 
+@pytest.mark.shows(
+    "scales of each token and head, between other tensor-parallel and block sizes",
+    control="test_numbers_without_their_scales_are_noticed",
+)
 @pytest.mark.parametrize("mode", SCALED, ids=lambda mode: mode.name)
 @pytest.mark.parametrize(
     ("theirs", "ours"),
@@ -300,6 +304,10 @@ def page_of(kernel: Any, tokens: int, dims: str) -> tuple[GroupShape, np.ndarray
     return shape, made
 
 
+@pytest.mark.shows(
+    "attention kernels that differ",
+    control="test_pages_of_other_kernels_that_are_copied_as_they_are_are_noticed",
+)
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

@@ -54,6 +54,10 @@ def require_zeros(found, tokens):
     assert not any(any(content) for _, content in found)
 
 
+@pytest.mark.shows(
+    "a drafter on the decode side alone: every page of its KV",
+    control="test_pages_of_the_drafter_that_are_not_zeroed_are_noticed_by_these_tests",
+)
 @of_all
 @by_way
 @pytest.mark.parametrize("length", LENGTHS)
@@ -74,6 +78,10 @@ def test_a_drafter_begins_with_zeros_where_the_prefill_engine_has_none(
     assert_clean(prefill, decode)
 
 
+@pytest.mark.shows(
+    "a drafter on the prefill side alone: the model's pages are found beside it",
+    control="test_a_model_that_reads_other_pages_is_noticed_by_these_tests",
+)
 @of_all
 @by_way
 @pytest.mark.parametrize("length", LENGTHS)

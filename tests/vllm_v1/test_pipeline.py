@@ -52,6 +52,10 @@ def require_loaded(prefill, decode, reference, family):
         assert decode.count("tokens_loaded") == sum(LENGTHS) - len(LENGTHS)
 
 
+@pytest.mark.shows(
+    "equal pipeline stages: hand-offs of every kind of cache group",
+    control="test_stages_that_are_swapped_are_noticed_by_these_tests",
+)
 @pytest.mark.parametrize(("family", "split"), CASES)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_tokens_are_those_of_a_single_engine(engine, family, split, ranks):
@@ -102,6 +106,10 @@ OTHERS = [
 """Engines with other stages: where those of the prefill engine begin, and those of the other."""
 
 
+@pytest.mark.shows(
+    "other pipeline stages, or none on one side",
+    control="test_layers_that_are_swapped_are_noticed_by_these_tests",
+)
 @pytest.mark.parametrize(
     ("family", "theirs", "ours"),
     [
@@ -323,6 +331,10 @@ def test_wrong_bytes_in_one_stage_are_computed_here(engine, family, stage):
     assert_clean(prefill, decode)
 
 
+@pytest.mark.shows(
+    "equal pipeline stages: shared prefixes",
+    control="test_wrong_bytes_of_a_later_stage_that_nobody_checks_are_noticed",
+)
 @pytest.mark.parametrize(("family", "split"), [case for case in CASES if case[0] in ALL_TO_LOAD])
 def test_engines_of_equal_stages_share_prefixes(sharer, engine, family, split):  # noqa: F811
     options = {"family": family, "stages": SPLITS[split]}

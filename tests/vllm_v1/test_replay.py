@@ -44,6 +44,10 @@ def computed(engine):
     return note
 
 
+@pytest.mark.shows(
+    "windows with bounded replay: hand-offs",
+    control="test_a_hand_off_without_the_window_is_found_out",
+)
 @of_all
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "uncached"])
 def test_a_hand_off_brings_the_window(engine, family, caching):
@@ -147,6 +151,10 @@ def test_windows_are_handed_off_between_blocks_of_other_sizes(engine, family, si
 # Shared prefixes
 
 
+@pytest.mark.shows(
+    "windows with bounded replay: shared prefixes",
+    control="test_a_shared_prefix_of_wrong_bytes_is_found_out",
+)
 @of_all
 @pytest.mark.parametrize("step", [4096, 2 * BLOCK + 5], ids=["whole", "chunks"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])

@@ -19,6 +19,10 @@ GROUP = {family: toy.FAMILIES[family].index("ring") for family in FAMILIES}
 of_all = pytest.mark.parametrize("family", FAMILIES)
 
 
+@pytest.mark.shows(
+    "circular buffers: hand-offs",
+    control="test_a_connector_that_leaves_out_the_ring_is_found_out",
+)
 @of_all
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "uncached"])
 def test_every_place_of_the_ring_is_handed_off(engine, family, caching):
@@ -59,6 +63,10 @@ def test_a_ring_is_loaded_where_the_prefix_is_here(engine, family):
     assert_clean(prefill, decode)
 
 
+@pytest.mark.shows(
+    "circular buffers between other tensor-parallel sizes",
+    control="test_a_connector_that_leaves_out_the_ring_is_found_out",
+)
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 4), (2, 2)], ids=str)
 @pytest.mark.parametrize("family", ["ring and full", "ring and latent"])
 def test_all_ranks_keep_the_whole_ring(engine, family, ranks):

@@ -36,6 +36,10 @@ def converse(engine, params=None):
     return answer.tokens
 
 
+@pytest.mark.shows(
+    "sessions of streamed input on the decode side",
+    control="test_a_connector_that_moves_nothing_is_noticed",
+)
 @of_all
 def test_a_session_goes_on_from_a_hand_off(engine, family):
     prefill = engine("kv_producer", family=family)

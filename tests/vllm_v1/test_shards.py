@@ -89,6 +89,10 @@ def test_attention_takes_as_many_slots_as_with_a_rank_for_each_head(engine, fami
     assert sum(published(alone)) == sum(number for _, number in blocks)
 
 
+@pytest.mark.shows(
+    "one copy of heads or latents beside recurrent states: hand-offs",
+    control="test_shards_of_another_rank_are_noticed_by_these_tests",
+)
 @each_family
 @pytest.mark.parametrize("ranks", SIZES, ids=lambda pair: f"{pair[0]} to {pair[1]}")
 def test_every_rank_gets_the_bytes_of_a_handoff(engine, family, ranks):
@@ -129,6 +133,10 @@ def test_an_engine_that_shares_hands_off_and_receives_in_shards(engine, ranks):
         assert not each.failures()
 
 
+@pytest.mark.shows(
+    "one copy of heads or latents beside recurrent states: shared prefixes",
+    control="test_shards_of_another_rank_are_noticed_by_these_tests",
+)
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @each_family

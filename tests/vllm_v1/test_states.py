@@ -206,6 +206,10 @@ def config_of(layer: Any, config: VllmConfig) -> KVCacheConfig:
     )
 
 
+@pytest.mark.shows(
+    "the channels and heads of states that vLLM's own layers give each rank",
+    control="test_a_convolution_that_is_cut_as_one_piece_is_another",
+)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (4, 2), (2, 4), (1, 4)], ids=str)
 @pytest.mark.parametrize("layout", ["SD", "DS"])

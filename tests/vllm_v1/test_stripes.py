@@ -74,6 +74,10 @@ def test_where_ranks_hold_heads_of_their_own_each_keeps_every_block(engine, fami
     assert published(several) == [20] * ranks
 
 
+@pytest.mark.shows(
+    "one copy of MLA for all ranks: hand-offs",
+    control="test_slots_of_another_stripe_are_noticed_by_these_tests",
+)
 @pytest.mark.parametrize("ranks", SIZES, ids=lambda pair: f"{pair[0]} to {pair[1]}")
 def test_every_rank_gets_the_bytes_of_a_handoff(engine, ranks):
     prefill = engine("kv_producer", ranks=ranks[0], **LATENT)
@@ -184,6 +188,10 @@ def test_the_own_blocks_in_another_stripe_are_not_read(sharer, engine, monkeypat
     assert_clean(alone)
 
 
+@pytest.mark.shows(
+    "one copy of MLA for all ranks: shared prefixes",
+    control="test_wrong_bytes_in_one_rank_that_nobody_checks_are_noticed",
+)
 @pytest.mark.parametrize("stages", [(), (1,)], ids=["one stage", "two stages"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_neighbours_blocks_are_read_from_all_its_ranks(
@@ -213,6 +221,16 @@ def test_wrong_bytes_in_one_rank_are_noticed_by_all(sharer, engine):  # noqa: F8
     assert second.generate(QUESTION, 6).tokens == expected
     assert set(second.failures()) == {"checksum_mismatch"}
     assert_clean(first, second)
+
+
+def test_wrong_bytes_in_one_rank_that_nobody_checks_are_noticed(sharer, engine, monkeypatch):  # noqa: F811
+    inspection.compare_nothing(monkeypatch.setattr)
+    first, second = sharer(ranks=2, **LATENT), sharer(ranks=2, **LATENT)
+    publish(first)
+    first.arena(1).slots[:] ^= 0x10
+    expected = engine(**LATENT).generate(QUESTION, 6).tokens
+    assert second.generate(QUESTION, 6).tokens != expected
+    assert second.count("tokens_from_host") == 6 * BLOCK
 
 
 def test_an_orphan_is_read_from_all_its_ranks(sharer, engine):  # noqa: F811

@@ -44,6 +44,10 @@ def place(request, engine, tmp_path):
     return Place(engine, {"store": store}, "tokens_shared")
 
 
+@pytest.mark.shows(
+    "hits within a block: the next turn of a conversation",
+    control="test_tails_of_other_tokens_are_noticed_by_these_tests",
+)
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @each_family
 def test_the_next_turn_goes_on_where_the_last_has_ended(place, engine, family, overlap):
@@ -292,6 +296,10 @@ def test_a_tail_is_found_by_its_salt_alone(place, engine, length):
     assert place.loaded(second) == len(said) - 1
 
 
+@pytest.mark.shows(
+    "hybrids whose attention is found deeper than their states",
+    control="test_tails_of_other_tokens_are_noticed_by_these_tests",
+)
 @each_family
 def test_attention_that_reaches_deeper_than_states_goes_on_at_the_deepest_tail(
     place, engine, family

@@ -48,6 +48,10 @@ def answered(engine):
     return ask
 
 
+@pytest.mark.shows(
+    "answers of reasoning models are kept up to their first thought",
+    control="test_an_engine_that_is_not_told_keeps_the_answer",
+)
 @by_place
 def test_an_answer_is_kept_up_to_its_first_thought(answered, place):
     made, kept = answered(place)
