@@ -59,8 +59,8 @@ def learn(scheduler: "OmniScheduler", **fields: Any) -> None:
 
 
 def say(scheduler: "OmniScheduler", **fields: Any) -> None:
-    """Have an engine tell decode engines other things of its slots from now on, even what no engine
-    can have."""
+    """Have an engine tell decode engines other things of its slots from now on. Nothing checks
+    these: they may be what no engine can have."""
     server = scheduler._channel._server
     assert server is not None
     told = copy.copy(server._handshake_reply)
@@ -103,8 +103,8 @@ def halves_beside(scheduler: Any, workers: Sequence[Any]) -> list[Any]:
 
 
 def stands_beside(half: "OmniScheduler") -> None:
-    """Have a scheduler half know that another connector stands beside it. Workers tell it by what
-    they leave out of their handshake, where vLLM has them in processes of their own."""
+    """Have a scheduler half know that another connector stands beside it. It learns that from
+    workers in processes of their own, which leave their handshake out."""
     half._alone = False
     if half._shared is not None:
         half._shared.saves.alone = False
@@ -358,14 +358,14 @@ def tags_of_blocks(half: "OmniScheduler", group: int, keys: list[bytes]) -> "Tag
 
 def first_number(half: "OmniScheduler", group: int) -> int:
     """Return the number of the first slot group of a group."""
-    return compatibility(half).slot_numbers[group].start
+    return compatibility(half).slot_group_ranges[group].start
 
 
 def in_arena(half: "OmniScheduler", group: int, key: bytes) -> bool:
     """Whether the arena of an engine has, or will have, a block with all its shards."""
     assert half._directory is not None
     pool = half._directory.pool
-    return all(len(pool.find(n, [key])) > 0 for n in compatibility(half).slot_numbers[group])
+    return all(len(pool.find(n, [key])) > 0 for n in compatibility(half).slot_group_ranges[group])
 
 
 def num_slots(half: "OmniScheduler") -> int:
@@ -401,16 +401,19 @@ def free_for(half: "OmniScheduler", keys: "Sequence[Sequence[bytes | None]]") ->
 
 
 def has_shards(half: "OmniScheduler", keys: "Sequence[Sequence[bytes | None]]") -> bool:
-    """Whether each stripe of the slots has as many that are free, or cached and not pinned, as a
-    hand-off of these blocks takes there."""
+    """Whether each stripe has room for the shards of a hand-off that must lie there.
+
+    Args:
+        keys: of the hand-off's blocks, by slot group.
+    """
     assert half._directory is not None
     pool = half._directory.pool
-    groups = compatibility(half).slot_groups
-    stripes = compatibility(half).num_shards
-    there = ((pool._users == 0) & ~pool._busy & ~pool._order.pinned).nonzero()[0] % stripes
+    key = compatibility(half)
+    available = (pool._users == 0) & ~pool._busy & ~pool._order.pinned
+    stripes = available.nonzero()[0] % key.num_shards
     return all(
-        len(of_group) <= (there == each.stripe).sum()
-        for each, of_group in zip(groups, keys, strict=True)
+        len(of_group) <= (stripes == each.stripe).sum()
+        for each, of_group in zip(key.slot_groups, keys, strict=True)
         if each.stripe is not None
     )
 

@@ -89,14 +89,13 @@ class EvictionOrder:
 
     Args:
         num_slots: of the arena.
-        stripes: ranks over which slots are spread; see `kv.stripes`. 1 where no stripe is asked
-            for.
+        stripes: ranks over which slots are spread; see `kv.stripes`. 1 if `evict_in` is not used.
 
     Attributes:
         pinned: which slots are pinned, in the order or not; (slots,) bool.
         num_pinned: slots in the order that are pinned.
-        by_stripe: for each stripe the slots in the order that are not pinned; (stripes,) int64. It
-            is kept where there are several stripes.
+        by_stripe: for each stripe the number of slots in the order that are not pinned; (stripes,)
+            int64. It is kept up to date where there are several stripes.
         remembers: whether any content was evicted, or passed over, since the start.
     """
 
@@ -367,8 +366,8 @@ class EvictionOrder:
         return self._end(slot_ids)
 
     def evict_in(self, stripe: int, count: int) -> Ints:
-        """Evict `count` slots of a stripe and return them. At least as many of it in the order are
-        not pinned."""
+        """Evict `count` slots of a stripe and return them. The order has at least as many slots of
+        the stripe that are not pinned."""
         queues = (queue.items() for queue in self._batches[:_PINNED])
         evicted: list[NDArray[np.int32]] = []
         left = count

@@ -97,18 +97,18 @@ class ArenaSizing:
         slot_bytes: int,
         groups: tuple[GroupShape, ...],
         stripes: int = 1,
-        of_slots: Sequence[SlotGroup] = (),
+        slot_groups: Sequence[SlotGroup] = (),
     ) -> tuple[ArenaSize, Reservation]:
         """The size of the arena, and the claim on its memory that other engines see from now on.
 
         Args:
-            stripes, of_slots: as for `size`.
+            stripes, slot_groups: as for `size`.
 
         Raises:
             ConfigError: as `size`.
         """
         with sizing_lock():
-            size = self.size(slot_bytes, groups, stripes, of_slots)
+            size = self.size(slot_bytes, groups, stripes, slot_groups)
             return size, Reservation(self.deployment, size.slots * slot_bytes)
 
     def size(
@@ -116,13 +116,13 @@ class ArenaSizing:
         slot_bytes: int,
         groups: tuple[GroupShape, ...],
         stripes: int = 1,
-        of_slots: Sequence[SlotGroup] = (),
+        slot_groups: Sequence[SlotGroup] = (),
     ) -> ArenaSize:
         """How many slots the arena has, and why.
 
         Args:
             stripes: ranks over which slots are spread, each with an arena of this size.
-            of_slots: the slot groups; none where each cache group has one.
+            slot_groups: the slot groups; none where each cache group has one.
 
         Raises:
             ConfigError: there is no room for a single slot.
@@ -131,15 +131,16 @@ class ArenaSizing:
             size = ArenaSize(self.given // slot_bytes, "arena_gib")
         else:
             # Any part of the cache may be blocks that take a slot in each stripe.
-            divided = any(each.stripe is not None for each in of_slots)
+            divides = any(each.stripe is not None for each in slot_groups)
+            cache_rows = self.cache_blocks if divides else -(-self.cache_blocks // stripes)
             unclaimed = unclaimed_bytes(self.deployment)
             # Pages of the KV cache that are in use already are subtracted twice here. So at least
             # half of the unclaimed memory counts as available.
             size = arena_size(
                 available=max(unclaimed - self.reserved, unclaimed // 2),
                 slot_bytes=slot_bytes,
-                cache_blocks=-(-self.cache_blocks // (1 if divided else stripes)),
-                prompt_blocks=_with_sums(self.prompt_rows(groups, stripes, of_slots)),
+                cache_blocks=cache_rows,
+                prompt_blocks=_with_sums(self.prompt_rows(groups, stripes, slot_groups)),
                 sharers=self.sharers,
             )
         if size.slots < 1:
@@ -157,14 +158,14 @@ class ArenaSizing:
         slot_bytes: int,
         groups: tuple[GroupShape, ...],
         stripes: int = 1,
-        of_slots: Sequence[SlotGroup] = (),
+        slot_groups: Sequence[SlotGroup] = (),
     ) -> None:
         """Log the size of a rank's arena, and warn if the longest prompts do not fit.
 
         Args:
             rank, ranks: of this worker, and how many its engine has.
             size: of the arena.
-            slot_bytes, groups, stripes, of_slots: as for `size`.
+            slot_bytes, groups, stripes, slot_groups: as for `size`.
         """
         logger.info(
             "Arena of rank %d: %.2f GiB, %d slots of %.1f MiB (%s)",
@@ -179,7 +180,7 @@ class ArenaSizing:
                 "%d ranks each hold the same KV: one copy of it is kept, in the arenas of these",
                 stripes,
             )
-        longest = self.prompt_rows(groups, stripes, of_slots)
+        longest = self.prompt_rows(groups, stripes, slot_groups)
         if longest > size.slots and self.given is None:  # else the user has set the size
             logger.warning(
                 "The longest prompts take %d slots, the arena has %d (%s): they are not handed "
@@ -191,13 +192,13 @@ class ArenaSizing:
             )
 
     def prompt_rows(
-        self, groups: tuple[GroupShape, ...], stripes: int, of_slots: Sequence[SlotGroup]
+        self, groups: tuple[GroupShape, ...], stripes: int, slot_groups: Sequence[SlotGroup]
     ) -> int:
         """Slots that the longest prompt needs in the arena of one rank. The arguments are as for
         `size`."""
         blocks = [len(group.needed(self.max_tokens)) for group in groups]
-        numbers = [each.group for each in of_slots] or range(len(groups))
-        return -(-sum(blocks[number] for number in numbers) // stripes)
+        of_groups = [each.group for each in slot_groups] or range(len(groups))
+        return -(-sum(blocks[group] for group in of_groups) // stripes)
 
 
 def _with_sums(slots: int) -> int:

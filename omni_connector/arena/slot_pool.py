@@ -182,7 +182,7 @@ class KeptShards(NamedTuple):
 class SlotPool:
     """The slots of one arena. Callers hold `lock` during each call, and never during I/O.
 
-    In what follows, a group is a slot group; see `kv.stripes`.
+    Below, a group is a slot group; see `kv.stripes`.
 
     Args:
         num_slots: of the arena; as many in each stripe.
@@ -222,10 +222,10 @@ class SlotPool:
         # first: its memory is warm. And no array is searched, whatever the arena's size.
         self._free = np.arange(num_slots - 1, -1, -1, np.int32)
         self._num_free = num_slots
-        # Where slots of some groups must lie in one stripe: these stripes, by group; how many
-        # stripes there are; and for each the number of its free slots.
-        self._homes = [each.stripe for each in groups]
-        self._stripes = 1 + max((home for home in self._homes if home is not None), default=0)
+        # The stripe in which the slots of each group must lie; None for any.
+        self._stripe_of = [each.stripe for each in groups]
+        # 1 where slots of all groups may lie anywhere.
+        self._stripes = 1 + max((each for each in self._stripe_of if each is not None), default=0)
         self._free_by_stripe = count_by_stripe(np.arange(num_slots), self._stripes)
         self._order = EvictionOrder(num_slots, self._stripes)
         self._pinned_until = np.zeros(num_slots)
@@ -287,10 +287,15 @@ class SlotPool:
             sizes: blocks, by group.
         """
         needs: Ints = np.zeros(self._stripes, np.int64)
-        for home, size in zip(self._homes, sizes, strict=False):
-            if home is not None:
-                needs[home] += size
+        for stripe, size in zip(self._stripe_of, sizes, strict=False):
+            if stripe is not None:
+                needs[stripe] += size
         return needs
+
+    @property
+    def _available_by_stripe(self) -> Ints:
+        """The slots of each stripe that are free, or cached and not pinned `(stripes,)`."""
+        return self._free_by_stripe + self._order.by_stripe
 
     def take(
         self, keys: Sequence[Sequence[SlotKey | None]], first_blocks: Sequence[int]
@@ -298,9 +303,9 @@ class SlotPool:
         """Hold a slot for each block of a prompt: the slot that has its key, else a new one.
 
         Args:
-            keys: by cache group, the key of each block; None for a block without. Kept by the pool:
+            keys: by group, the key of each block; None for a block without. Kept by the pool:
                 not to be changed afterwards.
-            first_blocks: by cache group, the logical index of the first block.
+            first_blocks: by group, the logical index of the first block.
 
         Returns:
             Slots and generations, both by group; None if too few slots are available.
@@ -317,8 +322,8 @@ class SlotPool:
         if self._stripes > 1:
             needs = self._needs([int(np.count_nonzero(part < 0)) for part in parts])
             evictable = from_cache[~self.pinned(from_cache)]
-            there = self._free_by_stripe + self._order.by_stripe
-            if (needs > there - count_by_stripe(evictable, self._stripes)).any():
+            left = self._available_by_stripe - count_by_stripe(evictable, self._stripes)
+            if (needs > left).any():
                 return None
         self._order.remove(from_cache)
         self._order.used_again(shared)
@@ -343,11 +348,11 @@ class SlotPool:
     def _new_in_stripes(self, found: Sequence[Ints]) -> Ints:
         """New slots for the blocks of each group that have none, where -1 stands in `found`."""
         counts = [int(np.count_nonzero(part < 0)) for part in found]
-        homes = self._homes[: len(counts)]
+        stripes = self._stripe_of[: len(counts)]
         slots = [NONE] * len(counts)
         # Those that may lie in any stripe come last, as they might take the last of a stripe.
-        for g in sorted(range(len(counts)), key=lambda g: homes[g] is None):
-            slots[g] = self._unused(counts[g], homes[g])
+        for g in sorted(range(len(counts)), key=lambda g: stripes[g] is None):
+            slots[g] = self._unused(counts[g], stripes[g])
         slot_ids = np.concatenate(slots)
         self._renew(slot_ids)
         return slot_ids
@@ -474,10 +479,7 @@ class SlotPool:
         slots = NONE
         if len(chosen):
             slots = self._unused(len(chosen))
-            if not self._begin(rows, slots, tenants, prompts, tags):
-                self._renew(slots)
-                self._own(slots, tenants)
-                self._fill(group, keys, rows, slots, prompts, tags)
+            self._begin(group, keys, rows, slots, tenants, prompts, tags)
         over_quota = len(wanted) - within
         dropped = len(lacking) - over_quota - len(chosen)
         quota = len(self.generation) if self.quota is None else self.quota
@@ -493,8 +495,8 @@ class SlotPool:
         prompts: Ints | None = None,
         tags: Sequence[Tags] | None = None,
     ) -> KeptShards:
-        """The same for blocks that are divided: hold a new slot for each shard that has none, as
-        long as there are slots for all shards of a block.
+        """Hold a new slot for each shard that has none, as long as there are slots for all shards
+        of a block; see `keep`.
 
         Args:
             groups: the slot groups of the shards, each with a stripe of its own.
@@ -512,28 +514,31 @@ class SlotPool:
         if len(wanted) and not self.fits(np.repeat(owners[wanted], by_block)):
             room = self._room(int(owners[wanted[0]]), int(by_block.sum()))
             within = int(np.searchsorted(by_block.cumsum(), room, "right"))
-        homes = np.array([self._homes[group] for group in groups], np.int64)
-        there = (self._free_by_stripe + self._order.by_stripe)[homes]
-        fit = (lacks[:, wanted].cumsum(axis=1) <= there[:, None]).all(axis=0)
+        stripes = np.array([self._stripe_of[group] for group in groups], np.int64)
+        available = self._available_by_stripe[stripes]
+        # The leading blocks for whose shards there are slots.
+        fit = (lacks[:, wanted].cumsum(axis=1) <= available[:, None]).all(axis=0)
         chosen = wanted[: min(within, np.count_nonzero(fit))]
         shards: list[tuple[Ints, Ints]] = []
-        for shard, (group, home) in enumerate(zip(groups, homes.tolist(), strict=True)):
+        for shard, (group, stripe) in enumerate(zip(groups, stripes.tolist(), strict=True)):
             places = chosen[lacks[shard, chosen]]
             slots = NONE
             if len(places):
-                slots = self._unused(len(places), home)
+                slots = self._unused(len(places), stripe)
                 some = [keys[i] for i in places.tolist()]
-                rows = rows_of(group, some)
-                of_prompts = None if prompts is None else prompts[places]
-                named = None if tags is None else tags[shard][places]
-                if not self._begin(rows, slots, owners[places], of_prompts, named):
-                    self._renew(slots)
-                    self._own(slots, owners[places])
-                    self._fill(group, some, rows, slots, of_prompts, named)
+                self._begin(
+                    group,
+                    some,
+                    rows_of(group, some),
+                    slots,
+                    owners[places],
+                    None if prompts is None else prompts[places],
+                    None if tags is None else tags[shard][places],
+                )
             shards.append((places, slots))
         over_quota = len(wanted) - within
         dropped = len(lacking) - over_quota - len(chosen)
-        left = (self._free_by_stripe + self._order.by_stripe)[homes].min()
+        left = self._available_by_stripe[stripes].min()
         return KeptShards(shards, len(chosen), over_quota, dropped, lacking[most:][:left])
 
     def keep_new(
@@ -606,6 +611,22 @@ class SlotPool:
         return slots
 
     def _begin(
+        self,
+        group: int,
+        keys: Sequence[SlotKey],
+        rows: bytes,
+        slots: Ints,
+        tenants: Ints,
+        prompts: Ints | None,
+        tags: Tags | None,
+    ) -> None:
+        """Copies of blocks begin, into unused slots; the arguments are as for `keep`."""
+        if not self._begin_natively(rows, slots, tenants, prompts, tags):
+            self._renew(slots)
+            self._own(slots, tenants)
+            self._fill(group, keys, rows, slots, prompts, tags)
+
+    def _begin_natively(
         self, rows: bytes, slots: Ints, tenants: Ints, prompts: Ints | None, tags: Tags | None
     ) -> bool:
         """Do in machine code what `_renew`, `_own` and `_fill` do; False if it cannot be done so,
@@ -679,7 +700,8 @@ class SlotPool:
             counts = [len(owners)]
         else:
             found, numbers = np.unique(owners[owners != 0], return_counts=True)
-            tenants, counts = found.tolist(), numbers.tolist()
+            tenants = found.tolist()
+            counts = numbers.tolist()
         for tenant, count in zip(tenants, counts, strict=True):
             counter[tenant] += each * count
             if not counter[tenant]:
@@ -690,7 +712,8 @@ class SlotPool:
 
         Called before the slots change owner, because the counts are by tenant.
         """
-        before, now = self._privileged[slot_ids], self._order.privileged(slot_ids)
+        before = self._privileged[slot_ids]
+        now = self._order.privileged(slot_ids)
         for changed, each in ((slot_ids[now & ~before], 1), (slot_ids[before & ~now], -1)):
             if len(changed):
                 self.num_privileged += each * len(changed)

@@ -37,7 +37,7 @@ class SaveSpec(TransferSpec):
     """Copy blocks to this engine's own slots.
 
     Attributes:
-        blocks: as in `TransferSpec`, by slot group in the place of cache groups; see `kv.stripes`.
+        blocks: as in `TransferSpec`, but by slot group; see `kv.stripes`.
         slots, generations: int64 `(n,)`, of each of the n `block_ids`; unused for a null block.
         keys: of each of them.
     """
@@ -50,21 +50,20 @@ class SaveSpec(TransferSpec):
     generations: NDArray[np.int64]
     keys: list[bytes]
 
-    def of_rank(self, rank: int, stripes: int, groups: Sequence[SlotGroup]) -> Self:
+    def of_rank(self, rank: int, stripes: int, slot_groups: Sequence[SlotGroup]) -> Self:
         """The part of this job that a rank copies, with rows of its arena for slots; see
         `kv.stripes`.
 
         Args:
             rank: counted in its pipeline stage or stage by stage.
             stripes: ranks over which slots are spread.
-            groups: the slot groups, which are those of the job's blocks. The result has one for
-                each cache group.
+            slot_groups: of the job's blocks. The result has blocks by cache group.
         """
         own, rows = of_stripe(self.slots, rank, stripes)
         block_ids = np.where(own, self.blocks.block_ids, NULL_BLOCK_ID)
-        if all(each.stripe is None for each in groups):
+        if all(each.stripe is None for each in slot_groups):
             return replace(self, blocks=replace(self.blocks, block_ids=block_ids), slots=rows)
-        of_groups = zip(groups, self.blocks.groups(), strict=True)
+        of_groups = zip(slot_groups, self.blocks.groups(), strict=True)
         spans = [span for each, span in of_groups if each.stripe in (None, rank % stripes)]
         places = np.concatenate([np.arange(at.start, at.stop) for _, at in spans])
         return replace(
@@ -99,7 +98,8 @@ class LoadSpec(TransferSpec):
             they hold what is wanted.
         source: what the peer keeps; None where all its slots hold the bytes of our blocks, and
             are spread over its ranks as ours are.
-        shards: for each group, how many shards the peer's blocks have; none: one in each.
+        shards: for each group, into how many shards the peer's blocks are divided; empty where none
+            are.
         own: whether the arenas are this engine's own. Then the load waits until they are attached,
             as the ranks of one engine live and end together.
     """

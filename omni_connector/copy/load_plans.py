@@ -24,7 +24,7 @@ from omni_connector.kv.shapes import (
 )
 from omni_connector.kv.spans import NULL_BLOCK_ID
 from omni_connector.kv.states import StateSlices
-from omni_connector.kv.stripes import by_stripe, owning_arenas
+from omni_connector.kv.stripes import by_stripe, is_divided, owning_arenas
 from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.transports.base import Endpoint
 
@@ -159,7 +159,9 @@ class LoadStep:
 
     def parts(self, sizes: Sequence[int]) -> Iterator["LoadStep"]:
         """The same load in steps of at most `sizes[group]` blocks."""
-        ours, theirs, size = self.block_size, self.plan.block_size, sizes[self.group]
+        ours = self.block_size
+        theirs = self.plan.block_size
+        size = sizes[self.group]
         for at in range(0, len(self.block_ids), size):
             indices = self.indices[at : at + size]
             tokens = int(indices[0]) * ours, int(indices[-1] + 1) * ours
@@ -265,7 +267,7 @@ class LoadPlans:
         length = self._layout.group_bytes[group]
         if source is None:
             arenas = owning_arenas(stage, rank, self._ranks, self._stripes)
-            divided = ours.num_copies(self._ranks) % self._shards > 0
+            divided = is_divided(ours.num_copies(self._ranks), self._shards)
             shard = rank % self._shards if divided else 0
             return LoadPlan(ours.block_size, (LoadSource(arenas, length, shard=shard),), divided)
         alike = source.ranks == self._ranks
@@ -277,7 +279,7 @@ class LoadPlans:
             theirs = source.stages[source_stage][source_group]
             if ours.attention_type != "last":
                 block_size = theirs.block_size
-            divided = theirs.num_copies(source.ranks) % source.num_shards > 0
+            divided = is_divided(theirs.num_copies(source.ranks), source.num_shards)
             shards = source.num_shards if divided else 1
             if (alike or ours.replicated) and places is None and same_bytes(theirs, ours):
                 # Of what all ranks hold, ours take turns at the peer's; see `head_sources`.
@@ -298,38 +300,60 @@ class LoadPlans:
                     ).items()
                 ]
                 continue
-            ends = _part_ends(source.stages[source_stage])
             pairs = places or [(layer, layer) for layer in range(len(ours.pages))]
-            converts = converter(theirs, ours, places=pairs, like_ranks=alike)
-            by_rank: dict[int, list[HeadSlice]] = {}
-            for number, (layer, own) in enumerate(pairs):
-                for of_stage, heads in head_sources(
-                    total=total_heads(
-                        theirs, layer, source.ranks, ours, own, self._ranks, source.kv_heads
-                    ),
-                    source_heads=theirs.heads[layer],
-                    source_ranks=source.ranks,
-                    target_heads=ours.heads[own],
-                    target_rank=rank,
-                    target_ranks=self._ranks,
-                ):
-                    each = by_rank.setdefault(of_stage, [HeadSlice(0, 0, 0)] * len(pairs))
-                    each[number] = heads
-            sources += [
-                LoadSource(
-                    source.arenas_of(source_stage, of_stage),
-                    converts.source_bytes,
-                    converts,
-                    tuple(heads),
-                    converts.page_runs,
-                    ends[source_group],
-                    _hashed(converts.page_runs, ends[source_group], converts.source_bytes),
-                    max(map(len, ends)),
-                    of_stage % shards,
-                )
-                for of_stage, heads in sorted(by_rank.items())
-            ]
+            sources += self._by_heads(source, source_stage, source_group, ours, pairs, shards)
         return LoadPlan(block_size, tuple(sources), divided)
+
+    def _by_heads(
+        self,
+        source: CompatibilityKey,
+        source_stage: int,
+        source_group: int,
+        ours: GroupShape,
+        pairs: list[tuple[int, int]],
+        shards: int,
+    ) -> list[LoadSource]:
+        """The ranks of one of the peer's stages that have heads of this rank.
+
+        Args:
+            source, source_stage, source_group: the peer, its stage, and its group there.
+            ours: the group that is filled.
+            pairs: the places of each layer's page in slots of the peer and in ours.
+            shards: of a block of the peer.
+        """
+        theirs = source.stages[source_stage][source_group]
+        rank = self._rank % self._ranks
+        ends = _part_ends(source.stages[source_stage])
+        alike = source.ranks == self._ranks
+        converts = converter(theirs, ours, places=pairs, like_ranks=alike)
+        by_rank: dict[int, list[HeadSlice]] = {}
+        for number, (layer, own) in enumerate(pairs):
+            for of_stage, heads in head_sources(
+                total=total_heads(
+                    theirs, layer, source.ranks, ours, own, self._ranks, source.kv_heads
+                ),
+                source_heads=theirs.heads[layer],
+                source_ranks=source.ranks,
+                target_heads=ours.heads[own],
+                target_rank=rank,
+                target_ranks=self._ranks,
+            ):
+                each = by_rank.setdefault(of_stage, [HeadSlice(0, 0, 0)] * len(pairs))
+                each[number] = heads
+        return [
+            LoadSource(
+                source.arenas_of(source_stage, of_stage),
+                converts.source_bytes,
+                converts,
+                tuple(heads),
+                converts.page_runs,
+                ends[source_group],
+                _hashed(converts.page_runs, ends[source_group], converts.source_bytes),
+                max(map(len, ends)),
+                of_stage % shards,
+            )
+            for of_stage, heads in sorted(by_rank.items())
+        ]
 
     def _places(
         self, source: CompatibilityKey, group: int, stage: int

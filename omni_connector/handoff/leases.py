@@ -47,9 +47,9 @@ class Handoff:
     Attributes:
         token: its name, which nobody can guess.
         prompt: whose KV the slots hold.
-        keys: of each held block, one list a cache group; see `SlotDirectory.open`.
-        first_blocks: logical index of the first held block, one a cache group.
-        slots, generations: of each held block, one array a cache group.
+        keys: of each held block, one list for each slot group; see `SlotDirectory.open`.
+        first_blocks: logical index of the first held block, one for each slot group.
+        slots, generations: of each held block, one array for each slot group.
         identity: of the prompt.
         committed: whether the prefill is finished; before, no lease is given.
         leases: until when each decode request may read the slots, in seconds of the clock.
@@ -98,7 +98,7 @@ class LeaseAnswer(NamedTuple):
 class SlotDirectory:
     """Keeps the hand-offs of an arena, and their leases.
 
-    In what follows, a group is a slot group; see `kv.stripes`.
+    Below, a group is a slot group; see `kv.stripes`.
 
     Args:
         num_slots: slots of each rank's arena.
@@ -137,7 +137,7 @@ class SlotDirectory:
 
         Args:
             prompt: whose KV the slots will hold.
-            keys: for each cache group the key of each block to be held. A key names all blocks
+            keys: for each group the key of each block to be held. A key names all blocks
                 before its own too. It is None where only an equal prompt can use the block: the
                 last one, which is not full, or where blocks are not hashed. They must not change.
             first_blocks: for each group the logical index of the first of these blocks; else 0.

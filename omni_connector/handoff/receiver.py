@@ -193,7 +193,8 @@ class HandoffReceiver:
 
     def add(self, request: EngineRequest, remote: RemotePrefill, prompt: Prompt) -> None:
         """A request has arrived whose prompt was prefilled elsewhere: ask for a lease on its KV."""
-        address, now = self._address_of(remote), self._clock()
+        address = self._address_of(remote)
+        now = self._clock()
         load = _Load(request, prompt, remote, address, now)
         self._ask(load)
         self._loads[request.request_id] = load
@@ -267,7 +268,8 @@ class HandoffReceiver:
     def _await(self, future: "Future[Lease]") -> None:
         """Wait a moment if this engine has nothing to compute: its next step comes later than most
         answers."""
-        now, since = self._clock(), self._idle_since
+        now = self._clock()
+        since = self._idle_since
         if not self._lingers or since is None or now - since < _IDLE_S:
             return
         if self._lingers_until is None:
@@ -391,7 +393,7 @@ class HandoffReceiver:
         slots: list[tuple[int, Sequence[int]]] = []
         generations: list[int] = []
         shards: list[int] = []
-        numbers_of = peer.slot_numbers
+        numbers_of = peer.slot_group_ranges
         read_from = peer.groups_read_by(self._compatibility)
         for g, (source, ours) in enumerate(zip(read_from, self._compatibility.groups, strict=True)):
             table = tables[self._group_ids[g]]
@@ -450,7 +452,8 @@ class HandoffReceiver:
         self._lingers_until = None
         self._costs.step_begins(self._clock(), begun)
         if computes and self._idle_since is not None:
-            self._idle, self._idle_since = self._idle_time(), None
+            self._idle = self._idle_time()
+            self._idle_since = None
         if self._queued:
             meta.loads |= self._queued
             self._queued.clear()
@@ -463,7 +466,8 @@ class HandoffReceiver:
             self._idle_since = now
 
     def _job_ended(self, load: _Load, num_tokens: int, failure: str | None) -> None:
-        load.job_id, load.ended = None, True
+        load.job_id = None
+        load.ended = True
         self._release(load)
         if load.void:
             self._void.append(load.request)

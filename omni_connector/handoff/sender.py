@@ -100,10 +100,10 @@ class HandoffSender:
         self._directory = directory
         self._pool = directory.pool
         self._ledger = ledger
-        of_slots = compatibility.slot_groups
-        self._groups = [compatibility.groups[each.group] for each in of_slots]
+        slot_groups = compatibility.slot_groups
+        self._groups = [compatibility.groups[each.group] for each in slot_groups]
         self._ranks = compatibility.ranks
-        self._group_ids = [group_ids[each.group] for each in of_slots]
+        self._group_ids = [group_ids[each.group] for each in slot_groups]
         self._engine_id = engine_id
         self._epoch = epoch
         self._address = address
@@ -293,7 +293,9 @@ class HandoffSender:
             if send.request.num_computed_tokens:
                 self._refuse(send, "weights_changed", "the prefix cache was reset meanwhile")
                 continue
-            send.handoff, send.wait_until, send.jobs = None, None, {}
+            send.handoff = None
+            send.wait_until = None
+            send.jobs = {}
             send.block_ids.clear()
             del self.admitted[request_id]
             send.copied = list(send.first_blocks)
@@ -379,7 +381,8 @@ def _spec(
     groups: list[tuple[int, list[int]]] = [(first, []) for first in send.first_blocks]
     slots, generations, keys = [], [], []
     for g, indices in indices_of.items():
-        first, end = indices[0], indices[-1] + 1
+        first = indices[0]
+        end = indices[-1] + 1
         block_ids = [block.block_id for block in tables[g][first:end]]
         for i in set(range(first, end)).difference(indices):
             block_ids[i - first] = NULL_BLOCK_ID

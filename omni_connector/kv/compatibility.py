@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 from omni_connector.errors import LayoutError
 from omni_connector.kv.shapes import GroupShape, converter, pickled, same_bytes
 from omni_connector.kv.shapes import difference as groups_difference
-from omni_connector.kv.stripes import SlotGroup, numbers_of, owning_arenas, slot_groups
+from omni_connector.kv.stripes import SlotGroup, owning_arenas, slot_group_ranges, slot_groups_of
 
 # Most ranks of an engine, of all its pipeline stages; most cache groups of a model, most pipeline
 # stages, and most layers of a drafter. They bound messages.
@@ -70,9 +70,10 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
         stripes: tensor-parallel ranks over which slots are spread; see `kv.stripes`. One number
             for each pipeline stage where these differ. Left out by engines of versions that know no
             stripes, and in names of stored blocks.
-        shards: over how many ranks slots are spread where only some groups allow it, so that blocks
-            of the others are divided into as many shards; 1 where none are. `stripes` is 1 then.
-            Left out by engines of versions that know no shards, and in names of stored blocks.
+        shards: into how many shards a block is divided, in groups of which ranks hold different
+            bytes, so that slots of the other groups are spread over as many ranks; 1 where no block
+            is divided. If it is more, `stripes` is 1. Left out by engines of versions that know no
+            shards, and in names of stored blocks.
 
     Raises:
         ValueError: pipeline stages have other groups than the first, or too many ranks; or a group
@@ -146,19 +147,19 @@ class CompatibilityKey(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_shards(self) -> int:
-        """Shards of a block, in the groups of which blocks are divided; 1 where none are."""
+        """Into how many shards a block is divided, in the groups of which blocks are; else 1."""
         return self.shards or 1
 
     @property
     def slot_groups(self) -> tuple[SlotGroup, ...]:
         """The slot groups, in the order in which their slots are leased."""
         copies = [group.num_copies(self.ranks) for group in self.groups]
-        return slot_groups(copies, self.num_shards)
+        return slot_groups_of(copies, self.num_shards)
 
     @property
-    def slot_numbers(self) -> list[range]:
+    def slot_group_ranges(self) -> list[range]:
         """For each group the numbers of its slot groups."""
-        return numbers_of(self.slot_groups)
+        return slot_group_ranges(self.slot_groups)
 
     @property
     def stages(self) -> tuple[tuple[GroupShape, ...], ...]:
@@ -396,8 +397,9 @@ def most_stripes(groups: Iterable[GroupShape], ranks: int) -> int:
 
 
 def most_shards(groups: Sequence[GroupShape], ranks: int) -> int:
-    """Shards into which blocks can be divided, so that the slots of the other groups are spread:
-    as many consecutive ranks hold the same bytes of each of those. 1 where all groups are alike.
+    """Shards into which blocks of some groups can be divided, so that slots of the other groups are
+    spread: as many consecutive ranks hold the same bytes of each of the others. 1 where slots of
+    all groups can be spread, or of none.
 
     Args:
         groups: of one pipeline stage, the only one.
@@ -408,7 +410,7 @@ def most_shards(groups: Sequence[GroupShape], ranks: int) -> int:
     if not several or most_stripes(groups, ranks) > 1:
         return 1
     shards = gcd(ranks, *several)
-    return shards if len(slot_groups(copies, shards)) <= MAX_GROUPS else 1
+    return shards if len(slot_groups_of(copies, shards)) <= MAX_GROUPS else 1
 
 
 class LayerPlace(NamedTuple):

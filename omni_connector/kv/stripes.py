@@ -47,31 +47,39 @@ class SlotGroup(NamedTuple):
     stripe: int | None = None
 
 
-def slot_groups(copies: Sequence[int], shards: int) -> tuple[SlotGroup, ...]:
+def is_divided(copies: int, shards: int) -> bool:
+    """Whether the blocks of a cache group are divided into `shards` shards.
+
+    Args:
+        copies: how many consecutive ranks hold the same bytes; see `GroupShape.num_copies`.
+        shards: of the blocks that are divided; 1 divides none.
+    """
+    return copies % shards > 0
+
+
+def slot_groups_of(copies: Sequence[int], shards: int) -> tuple[SlotGroup, ...]:
     """The slot groups of an engine, in the order in which slots are leased.
 
     Args:
-        copies: for each cache group, how many consecutive ranks hold the same bytes; see
-            `GroupShape.num_copies`.
-        shards: into how many a block is divided of a group of which fewer ranks hold the same; 1
-            divides none.
+        copies: for each cache group, how many consecutive ranks hold the same bytes.
+        shards: of the blocks that are divided; see `is_divided`.
 
-    >>> [(each.group, each.stripe) for each in slot_groups([4, 1], 2)]
+    >>> [(each.group, each.stripe) for each in slot_groups_of([4, 1], 2)]
     [(0, None), (1, 0), (1, 1)]
     """
     found: list[SlotGroup] = []
     for group, number in enumerate(copies):
-        if number % shards:
+        if is_divided(number, shards):
             found += [SlotGroup(group, stripe) for stripe in range(shards)]
         else:
             found.append(SlotGroup(group))
     return tuple(found)
 
 
-def numbers_of(groups: Sequence[SlotGroup]) -> list[range]:
+def slot_group_ranges(groups: Sequence[SlotGroup]) -> list[range]:
     """For each cache group the numbers of its slot groups.
 
-    >>> numbers_of(slot_groups([4, 1, 4], 2))
+    >>> slot_group_ranges(slot_groups_of([4, 1, 4], 2))
     [range(0, 1), range(1, 3), range(3, 4)]
     """
     found: list[range] = []

@@ -34,7 +34,7 @@ from omni_connector.config import Admission
 from omni_connector.copy.prefix_jobs import HostLoadSpec, KeepSpec
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
-from omni_connector.kv.stripes import SlotGroup, numbers_of
+from omni_connector.kv.stripes import SlotGroup, slot_group_ranges
 from omni_connector.prefix.attaching import Arenas
 from omni_connector.prefix.filled import FilledRuns
 from omni_connector.prefix.hints import Candidate, FilledBlocks, HintPolicy
@@ -204,15 +204,13 @@ class HostBlocks:
         self._neighbours = neighbours
         # Where a group keeps all tokens, a prefix ends at the first block that is missing.
         self._whole = [shape.attention_type == "all" for shape in groups]
-        # The keys of blocks, and their tags, name the slot group; its number is that of the group
-        # where no block is divided.
-        self._numbers = numbers_of(slot_groups or [SlotGroup(g) for g in range(len(groups))])
-        self._most_shards = max(map(len, self._numbers))
+        # For each group the numbers of its slot groups, which keys and tags name. Where no block is
+        # divided, each is the number of the group.
+        self._slot_groups = slot_group_ranges(slot_groups or [*map(SlotGroup, range(len(groups)))])
+        self._most_shards = max(map(len, self._slot_groups))
         self.divides = self._most_shards > 1
-        self._nothing = [
-            FoundBlocks(NONE, *[np.zeros((len(numbers), 0), np.int64)] * 2)
-            for numbers in self._numbers
-        ]
+        empty = [np.zeros((len(numbers), 0), np.int64) for numbers in self._slot_groups]
+        self._nothing = [FoundBlocks(NONE, each, each) for each in empty]
         self._set_key_prefix(key_prefix)
         self._load_timeout = load_timeout
         self.num_slots = len(pool.generation)
@@ -256,7 +254,7 @@ class HostBlocks:
 
     def _tags(self, group: int, keys: Sequence[bytes]) -> Tags:
         """The tags of blocks of a group `(n,)`, or of their shards `(shards, n)`."""
-        numbers = self._numbers[group]
+        numbers = self._slot_groups[group]
         if len(numbers) == 1:
             return tags_of(self._key_prefix, numbers.start, keys)
         return np.array([tags_of(self._key_prefix, number, keys) for number in numbers])
@@ -269,11 +267,11 @@ class HostBlocks:
         keys: Callable[[list[bytes]], list[bytes]],
     ) -> FoundBlocks:
         """The leading blocks, up to the first that nobody has. The first block is looked up alone,
-        and then few blocks, as most prompts are found not at all or for a short part."""
-        if len(self._numbers[group]) > 1:
+        and then a few, as most prompts are not found at all, or only a short part of them is."""
+        if len(self._slot_groups[group]) > 1:
             found = _find_each(indexes, self._tags(group, keys(hashes)))
             return found.before(int(np.argmin(np.append(found.owners, NOBODY))))
-        number = self._numbers[group].start
+        number = self._slot_groups[group].start
         if len(hashes[0]) >= _TAGGED_BYTES:
             first = tag_of(self._key_prefix, number, keys(hashes[:1])[0])
             if not any(each.may_hold(first) for each in indexes):
@@ -301,7 +299,7 @@ class HostBlocks:
             words: the first 8 bytes of their keys; see `tags_of_words`.
         """
         numbers = [n for n, each in enumerate(found.engines) if not each.index.closed]
-        of_shards = [tags_of_words(self._key_prefix, n, words) for n in self._numbers[group]]
+        of_shards = [tags_of_words(self._key_prefix, n, words) for n in self._slot_groups[group]]
         tags = of_shards[0] if len(of_shards) == 1 else np.array(of_shards)
         there = _find_each([found.engines[n].index for n in numbers], tags)
         whose = np.array([*numbers, NOBODY], np.int64)  # of no engine: the last one, by its -1
@@ -338,36 +336,28 @@ class HostBlocks:
     def _load(
         self, request_id: str, found: Found, number: int, parts: Sequence[Wanted]
     ) -> HostLoadSpec:
-        slots = [
-            np.where(part.copied, _padded(of.slots, part, 0), 0)
-            for part, of in zip(parts, found.groups, strict=True)
-        ]
-        generations = [
-            _padded(of.generations, part, 0) for part, of in zip(parts, found.groups, strict=True)
-        ]
-        keys = [
-            key
-            for numbers, part in zip(self._numbers, parts, strict=True)
-            for each in numbers
-            for key in header_keys(self._key_prefix, each, part.hashes)
-        ]
+        spans: list[tuple[int, Ints]] = []
+        of_generations: list[Ints] = []
+        read: list[Bools] = []
+        keys: list[bytes] = []
+        for numbers, part, of in zip(self._slot_groups, parts, found.groups, strict=True):
+            slots = np.where(part.copied, _padded(of.slots, part, 0), 0)
+            of_generations.extend(_padded(of.generations, part, 0))
+            for slot_group, of_shard in zip(numbers, slots, strict=True):
+                spans.append((part.read.start, of_shard))
+                read.append(part.copied)
+                keys += header_keys(self._key_prefix, slot_group, part.hashes)
         engine = found.engines[number]
-        pairs = list(zip(self._numbers, parts, strict=True))
-        read = np.concatenate([np.tile(part.copied, len(numbers)) for numbers, part in pairs])
-        used, since = (np.concatenate([of.ravel() for of in each]) for each in (slots, generations))
-        self._hit(engine, used[read], since[read])
+        of_slots = np.concatenate([of for _, of in spans])
+        generations = np.concatenate(of_generations)
+        used = np.concatenate(read)
+        self._hit(engine, of_slots[used], generations[used])
         return HostLoadSpec(
             request_id=request_id,
             blocks=BlockSpans.of([(part.first, part.block_ids) for part in parts]),
-            slots=BlockSpans.of(
-                [
-                    (part.read.start, of_shard)
-                    for part, of in zip(parts, slots, strict=True)
-                    for of_shard in of
-                ]
-            ),
-            shards=tuple(map(len, self._numbers)),
-            generations=since,
+            slots=BlockSpans.of(spans),
+            shards=tuple(map(len, self._slot_groups)),
+            generations=generations,
             keys=np.array(keys, dtype=object),
             arenas=engine.arenas,
             timeout=self._load_timeout,
@@ -380,11 +370,10 @@ class HostBlocks:
 
     def _hit(self, engine: Neighbour, slots: Ints, generations: Ints) -> None:
         # Backwards, so that the beginning of a prompt is evicted last.
-        slots, generations = slots[::-1], generations[::-1]
         if engine.own:
-            touch(self._pool, slots, generations)
+            touch(self._pool, slots[::-1], generations[::-1])
         else:
-            self._neighbours.hit(engine, slots, generations)
+            self._neighbours.hit(engine, slots[::-1], generations[::-1])
 
     def room(self, most: int) -> int:
         """Number of blocks that can be saved now, `most` at most."""
@@ -395,9 +384,13 @@ class HostBlocks:
         return self._max_busy - sum(len(spec.slots) for spec in self.keeping.values())
 
     def has_room(self, most: int) -> bool:
-        """Whether a block of each group can be saved now, if `most` blocks may be."""
-        slots = sum(map(len, self._numbers))
-        return most >= len(self._numbers) and self._slots_left() >= slots
+        """Whether one block of each group can be saved now.
+
+        Args:
+            most: blocks that may be saved now.
+        """
+        slots = sum(map(len, self._slot_groups))
+        return most >= len(self._slot_groups) and self._slots_left() >= slots
 
     def keep(
         self,
@@ -420,10 +413,11 @@ class HostBlocks:
             The job, None if no block is to be saved; the number of blocks that are dropped for lack
             of room; and the blocks that wait. Their hints are followed when they are passed again.
         """
-        groups: list[tuple[int, Ints]] = [(0, NONE)] * sum(map(len, self._numbers))
+        groups: list[tuple[int, Ints]] = [(0, NONE)] * sum(map(len, self._slot_groups))
         slots: list[Ints] = []
         keys: list[bytes] = []
-        dropped, waiting = 0, list[Candidate]()
+        waiting: list[Candidate] = []
+        dropped = 0
         left = self._slots_left()
         # Before any block gets a slot, as a slot that is taken may have had one of these blocks.
         lacking = [self._lacking(g, each) if len(each) else None for g, each in enumerate(filled)]
@@ -432,21 +426,17 @@ class HostBlocks:
                 continue
             new, tags = _chosen(*lacks, there(g, lacks[0]))
             dropped += len(lacks[0]) - len(new)
-            numbers = self._numbers[g]
+            numbers = self._slot_groups[g]
             kept: list[list[tuple[FilledBlocks, Ints]]] = [[] for _ in numbers]
             waits = set[bytes]()
             for theirs, whose in self._by_quota(new, tags, len(numbers)):
                 given = self._take(g, theirs, whose, max(0, min(most, left // len(numbers))))
                 if given.over_quota:
                     self._stats.count("blocks_over_quota", given.over_quota)
-                if theirs.hints is not None:
-                    asked = theirs.mask(attrgetter("keeps_here"))
-                    beyond = given.beyond[asked[given.beyond]]
-                    some = theirs.candidates(g, beyond[: max(0, max_waiting - len(waiting))])
-                    waits.update(each.block_hash for each in some)
-                    waiting += some
-                    dropped -= len(some)
-                dropped += given.dropped
+                some = _asked_for(g, theirs, given.beyond, max_waiting - len(waiting))
+                waits.update(each.block_hash for each in some)
+                waiting += some
+                dropped += given.dropped - len(some)
                 most -= given.num_blocks
                 for of_shard, (chosen, taken) in zip(kept, given.shards, strict=True):
                     left -= len(taken)
@@ -474,7 +464,7 @@ class HostBlocks:
 
     def _take(self, group: int, blocks: FilledBlocks, tags: Tags, most: int) -> KeptShards:
         """Take slots for blocks of a group, `most` blocks at most."""
-        numbers = self._numbers[group]
+        numbers = self._slot_groups[group]
         with self._pool.lock:
             if len(numbers) > 1:
                 return self._pool.keep_shards(
@@ -499,7 +489,7 @@ class HostBlocks:
         Returns:
             The job, to be started as one of `keep`; None if `keep` has to decide.
         """
-        pairs = zip(self._numbers, filled, strict=True)
+        pairs = zip(self._slot_groups, filled, strict=True)
         wanted = [(numbers, each) for numbers, each in pairs if each.keys]
         if self.divides and any(len(numbers) > 1 for numbers, _ in wanted):
             return None  # machine code takes slots in any stripe
@@ -517,7 +507,7 @@ class HostBlocks:
                 return None
             slots = taken[0] if len(taken) == 1 else np.concatenate(taken)
             generations = self._pool.generation[slots]
-        sizes = [0] * sum(map(len, self._numbers))
+        sizes = [0] * sum(map(len, self._slot_groups))
         block_ids: list[int] = []
         keys: list[bytes] = []
         for (numbers, each), theirs in zip(wanted, taken, strict=True):
@@ -591,7 +581,7 @@ class HostBlocks:
 
     def _admits(self, group: int, new: FilledBlocks) -> Bools:
         """Which of these blocks the admission policy admits, or hints ask for."""
-        group = self._numbers[group].start
+        group = self._slot_groups[group].start
         if new.hints is None:
             with self._pool.lock:
                 return self._pool.admits(group, new.keys, self._admission, new.prompts)
@@ -625,13 +615,13 @@ class HostBlocks:
         """
         tags = [
             tags_of(self._key_prefix, number, of_group)
-            for numbers, of_group in zip(self._numbers, hashes, strict=True)
+            for numbers, of_group in zip(self._slot_groups, hashes, strict=True)
             for number in numbers
         ]
         if len(tags) == 1:
             last_first = tags[0][::-1]
         else:
-            of_groups = zip(self._numbers, self._block_sizes, strict=True)
+            of_groups = zip(self._slot_groups, self._block_sizes, strict=True)
             sizes = [size for numbers, size in of_groups for _ in numbers]
             pairs = zip(tags, sizes, strict=True)
             ends = np.concatenate([size * np.arange(1, len(each) + 1) for each, size in pairs])
@@ -662,7 +652,7 @@ class HostBlocks:
     def evicted(self, group: int, key: bytes) -> bool:
         """Whether this block was evicted lately from the own arena."""
         with self._pool.lock:
-            return any(self._pool.evicted_lately(each, key) for each in self._numbers[group])
+            return any(self._pool.evicted_lately(each, key) for each in self._slot_groups[group])
 
     def rename(self, key_prefix: bytes) -> None:
         """Give new blocks keys of this prefix. The blocks of now are not found any more."""
@@ -674,12 +664,24 @@ class HostBlocks:
 
     def _set_key_prefix(self, key_prefix: bytes) -> None:
         self._key_prefix = key_prefix
-        self._seeds = [seed_of(key_prefix, n) for numbers in self._numbers for n in numbers]
+        self._seeds = [seed_of(key_prefix, n) for numbers in self._slot_groups for n in numbers]
 
     def close(self) -> None:
         """Stop sharing, and close the index. Idempotent."""
         self._neighbours.close()
         self._own.index.close()
+
+
+def _asked_for(group: int, blocks: FilledBlocks, places: Ints, most: int) -> list[Candidate]:
+    """Those of some blocks of a group that hints ask for in the arena, `most` at most.
+
+    Args:
+        places: of these blocks.
+    """
+    if blocks.hints is None:
+        return []
+    asked = blocks.mask(attrgetter("keeps_here"))
+    return blocks.candidates(group, places[asked[places]][: max(0, most)])
 
 
 def _chosen(blocks: FilledBlocks, tags: Tags, chosen: Bools) -> tuple[FilledBlocks, Tags]:

@@ -72,7 +72,7 @@ def compatibility(
     stages = [workers[first : first + ranks] for first in range(0, len(workers), ranks)]
     scales = [scales_of_engine([each.scales for each in stage]) for stage in stages]
     groups = [stage[0].groups for stage in stages]
-    shards = workers[0].shards  # of several stages none has any
+    shards = workers[0].shards  # 1 where there are several stages
     stripes = tuple(1 if shards > 1 else stage[0].stripes for stage in stages)
     names = (name for stage in groups for group in stage for name in group.names or ())
     drafters = layers_of_drafter(vllm_config, names) if drafter else ()
@@ -190,7 +190,8 @@ def _loaded_files(model: "ModelConfig", load: "LoadConfig") -> ModelFiles:
         UnknownFilesError: it is not known which files these are.
         OSError: they cannot be looked at.
     """
-    path, how = model.model_weights or model.model, load.load_format
+    path = model.model_weights or model.model
+    how = load.load_format
     if how == "tensorizer":
         files = _tensorized(model, load.model_loader_extra_config)
     elif how not in _FROM_FOLDER:

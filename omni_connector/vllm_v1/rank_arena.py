@@ -14,7 +14,7 @@ from omni_connector.arena.size import ArenaSizing
 from omni_connector.copy.copier import BlockCopier
 from omni_connector.kv.compatibility import most_shards, most_stripes
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.kv.stripes import SlotGroup, slot_groups
+from omni_connector.kv.stripes import SlotGroup, slot_groups_of
 from omni_connector.prefix.restarts import leave_arena
 from omni_connector.runtime.context import EngineContext
 from omni_connector.transports import Arena, Endpoint
@@ -30,8 +30,8 @@ class RankArena:
         slots: how many of them hold blocks.
         part_sums: what makes parts of the slots checkable; None where there is nothing of it.
         stripes: ranks over which the slots of the pipeline stage are spread; see `kv.stripes`.
-        shards: as many, if some groups have slots in a given stripe alone; else 1.
-        groups: the slot groups.
+        shards: into how many a block is divided, in the groups of which blocks are; else 1.
+        slot_groups: of these arenas; see `kv.stripes`.
         endpoints: at which peers read them.
         reservation: what other engines see of the memory before it is populated; None where it
             was populated at once.
@@ -42,7 +42,7 @@ class RankArena:
     part_sums: PartSums | None
     stripes: int
     shards: int
-    groups: tuple[SlotGroup, ...]
+    slot_groups: tuple[SlotGroup, ...]
     endpoints: tuple[Endpoint, ...]
     reservation: Reservation | None
 
@@ -95,7 +95,8 @@ class ArenaPlan:
         """Open the arena of caches with these groups and slots of `slot_bytes`.
 
         Args:
-            copier: pins the memory as it is populated; closed where this raises.
+            copier: pins the memory as it is populated. Where this raises after that, the copier is
+                closed before the memory goes.
             node: the memory node that it is to lie on; None for where it is touched.
             part_ends: for each group the inner ends of the parts of its slots, if sums are kept
                 for them; see `kv.parts`.
@@ -103,18 +104,17 @@ class ArenaPlan:
         Raises:
             ConfigError: it would not hold a single slot.
         """
-        stripes = most_stripes(groups, self.near_ranks)
         shards = 1
-        # A rank knows the groups of its own stage alone.
+        # Not with pipeline stages, as a rank knows the groups of its own stage alone.
         if self.divides and self.near_ranks == self.ranks:
             shards = most_shards(groups, self.ranks)
-        of_slots = slot_groups([group.num_copies(self.ranks) for group in groups], shards)
-        stripes = max(stripes, shards)
+        stripes = max(most_stripes(groups, self.near_ranks), shards)
+        slot_groups = slot_groups_of([group.num_copies(self.ranks) for group in groups], shards)
         reservation: Reservation | None = None
         if self.prefault:
-            size, reservation = self.sizing.reserve(slot_bytes, groups, stripes, of_slots)
+            size, reservation = self.sizing.reserve(slot_bytes, groups, stripes, slot_groups)
         else:
-            size = self.sizing.size(slot_bytes, groups, stripes, of_slots)
+            size = self.sizing.size(slot_bytes, groups, stripes, slot_groups)
 
         def populated(slots: NDArray[np.uint8]) -> None:
             if reservation is not None:
@@ -138,7 +138,7 @@ class ArenaPlan:
         try:
             if not self.prefault:
                 copier.pin(arena.slots)  # else piece by piece, as far as there is memory
-            self.sizing.tell(self.rank, self.ranks, size, slot_bytes, groups, stripes, of_slots)
+            self.sizing.tell(self.rank, self.ranks, size, slot_bytes, groups, stripes, slot_groups)
             most_ends = max(map(len, part_ends), default=0)
             layout = SumsLayout.of(arena.n_slots, slot_bytes, most_ends)
             part_sums = None if layout is None else PartSums.create(arena, layout)
@@ -147,7 +147,9 @@ class ArenaPlan:
                 leave_arena(os.environ, arena)
         except BaseException:
             copier.close()
-            RankArena(arena, 0, None, stripes, shards, of_slots, (), reservation).close()
+            RankArena(arena, 0, None, stripes, shards, slot_groups, (), reservation).close()
             raise
         slots = arena.n_slots if layout is None else layout.num_slots
-        return RankArena(arena, slots, part_sums, stripes, shards, of_slots, endpoints, reservation)
+        return RankArena(
+            arena, slots, part_sums, stripes, shards, slot_groups, endpoints, reservation
+        )

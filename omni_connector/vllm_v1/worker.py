@@ -41,6 +41,7 @@ from omni_connector.kv.canonical import (
     canonicalize,
     canonicalize_cross_layers,
 )
+from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import TransferSpec
 from omni_connector.kv.stripes import of_stripe
 from omni_connector.net.introductions import introduction
@@ -101,7 +102,8 @@ class _Threads:
             self.cores = _PROCESS_CORES & nodes.cores()[self.node] or _PROCESS_CORES
             logger.info("Copies and the arena of this rank are on memory node %d", self.node)
         self.helpers = Helpers(self.cores)
-        start, on_end = context.start, self.helpers.tell_lender
+        start = context.start
+        on_end = self.helpers.tell_lender
         self.loads = CopyThread("omni-load", self.cores, start, on_end, context.clock)
         self.saves = CopyThread(
             "omni-save", self.cores, start, on_end, context.clock, first=self.loads
@@ -286,18 +288,10 @@ class OmniWorker:
     def _registered(
         self, canonical: CanonicalKVCaches, layer_ranges: LayerRanges, copier: BlockCopier
     ) -> "_RegisteredCaches":
-        layout, helpers = layer_ranges.layout, self._threads.helpers
-        orders = kernel_orders(self._kv_cache_config, self._layers, canonical.page_orders)
-        attention = attention_of(self._kv_cache_config, self._layers)
+        layout = layer_ranges.layout
+        helpers = self._threads.helpers
+        groups = self._group_shapes(canonical)
         scales = scales_id(self._kv_cache_config, self._layers)
-        kept = kept_of(self._kv_cache_config, self._layers)
-        cuts = cuts_of(self._kv_cache_config, self._layers, self._stage_ranks)
-        groups = with_copies(
-            group_shapes(self._kv_cache_config, orders, attention, kept, cuts),
-            self._kv_cache_config,
-            self._head_copies(),
-            self._stage_ranks,
-        )
         saves, loads = self._threads.saves, self._threads.loads
         bodies: _Bodies = {}
         arena: RankArena | None = None
@@ -362,6 +356,19 @@ class OmniWorker:
                 arena.endpoints, groups, scales, arena.stripes, arena.slots, arena.shards
             )
         return _RegisteredCaches(copier, loader, handshake, bodies, arena, saver, store_jobs)
+
+    def _group_shapes(self, canonical: CanonicalKVCaches) -> tuple[GroupShape, ...]:
+        """What this rank keeps, by what its layers and their kernels say."""
+        orders = kernel_orders(self._kv_cache_config, self._layers, canonical.page_orders)
+        attention = attention_of(self._kv_cache_config, self._layers)
+        kept = kept_of(self._kv_cache_config, self._layers)
+        cuts = cuts_of(self._kv_cache_config, self._layers, self._stage_ranks)
+        return with_copies(
+            group_shapes(self._kv_cache_config, orders, attention, kept, cuts),
+            self._kv_cache_config,
+            self._head_copies(),
+            self._stage_ranks,
+        )
 
     def listen(self, *, introduces: bool) -> None:
         """Answer the scheduler half at this rank's socket, if it has anything to ask there. The
@@ -506,7 +513,7 @@ class OmniWorker:
         if self._closed or caches is None or type(spec) not in caches.bodies:
             return False
         if isinstance(spec, SaveSpec) and caches.arena is not None and caches.arena.stripes > 1:
-            spec = spec.of_rank(self._rank, caches.arena.stripes, caches.arena.groups)
+            spec = spec.of_rank(self._rank, caches.arena.stripes, caches.arena.slot_groups)
         try:
             slots = 0 if caches.arena is None else caches.arena.slots
             spec.check(self._kv_cache_config.num_blocks, slots)
@@ -552,7 +559,8 @@ class OmniWorker:
 
     def take_report(self) -> OmniWorkerMetadata | None:
         """What the scheduler half must know of; None when there is nothing."""
-        adapters, weights = self._adapters, self._weights
+        adapters = self._adapters
+        weights = self._weights
         loaded = adapters.take(self._rank) if adapters is not None and adapters.found else ()
         answers = weights.take() if weights.answers else ()
         if not (loaded or answers or self._outcomes.has_ended):

@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from omni_connector.arena.slot_pool import SlotPool
-from omni_connector.kv.stripes import numbers_of, slot_groups
+from omni_connector.kv.stripes import slot_group_ranges, slot_groups_of
 
-ANY: int = 0
+ANY = 0
 """The cache group whose blocks may lie in any stripe; the other one has shards."""
+
+User = list[tuple[int, list[bytes | None], np.ndarray]]
+"""What a user holds: slots by slot group, with the names of their blocks."""
 
 
 class ShardMachine(RuleBasedStateMachine):
@@ -23,15 +26,15 @@ class ShardMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        groups = slot_groups([self.STRIPES, 1], self.STRIPES)
-        self.numbers = numbers_of(groups)
+        groups = slot_groups_of([self.STRIPES, 1], self.STRIPES)
+        self.slot_groups = slot_group_ranges(groups)
         self.slots = self.STRIPES * self.ROWS
         self.pool = SlotPool(self.slots, groups=groups)
-        self.users: list[list[tuple[int, list[bytes | None], np.ndarray]]] = []
+        self.users: list[User] = []
         self.now = 0.0
 
     def home(self, slot_group: int) -> int | None:
-        shards = self.numbers[1]
+        shards = self.slot_groups[1]
         return slot_group - shards.start if slot_group in shards else None
 
     def available(self) -> Counter[int]:
@@ -40,7 +43,8 @@ class ShardMachine(RuleBasedStateMachine):
         pinned = set(np.flatnonzero(self.pool._order.pinned).tolist())
         return Counter(s % self.STRIPES for s in range(self.slots) if s not in held | pinned)
 
-    def check(self, user: list[tuple[int, list[bytes | None], np.ndarray]]) -> None:
+    def begin(self, user: User) -> None:
+        """A user has got these slots: none is another's, and each lies in its stripe."""
         held = {
             s: (g, key)
             for each in self.users
@@ -62,7 +66,7 @@ class ShardMachine(RuleBasedStateMachine):
     def take(self, blocks: list[str], states: list[str]) -> None:
         names: list[list[bytes | None]] = [[each.encode() for each in blocks]]
         ordered = sorted(states, key=lambda each: not each)  # the one without a name is the last
-        names += [[each.encode() or None for each in ordered] for _ in self.numbers[1]]
+        names += [[each.encode() or None for each in ordered] for _ in self.slot_groups[1]]
         firsts = [1] * len(names)  # each block is looked up by itself
         there = self.available()
         found = [
@@ -75,7 +79,7 @@ class ShardMachine(RuleBasedStateMachine):
         shared = [s for of in found for s in of.tolist() if s >= 0]
         left = there - Counter(s % self.STRIPES for s in shared if s not in held and not pinned[s])
         fits = sum(needs) <= left.total() and all(
-            needs[g] <= left[self.home(g) or 0] for g in self.numbers[1]
+            needs[g] <= left[self.home(g) or 0] for g in self.slot_groups[1]
         )
         before = self.pool.counts(), self.pool.generation.tolist()
         taken = self.pool.take(names, firsts)
@@ -86,7 +90,7 @@ class ShardMachine(RuleBasedStateMachine):
         slots = taken[0]
         for of, had in zip(slots, found, strict=True):
             assert (of[had >= 0] == had[had >= 0]).all()
-        self.check([(g, of, slots[g]) for g, of in enumerate(names)])
+        self.begin([(g, of, slots[g]) for g, of in enumerate(names)])
         for g, of_group in enumerate(names):
             lacks = np.flatnonzero(self.pool.lacks(slots[g]))
             self.pool.fill(g, [of_group[i] for i in lacks.tolist()], slots[g][lacks])
@@ -98,7 +102,7 @@ class ShardMachine(RuleBasedStateMachine):
     )
     def keep_shards(self, names: list[str], most: int) -> None:
         keys = [each.encode() for each in names]
-        shards = self.numbers[1]
+        shards = self.slot_groups[1]
         lacks = np.array([self.pool.places(g, keys) < 0 for g in shards])
         there = self.available()
         wanted = [i for i in range(len(keys)) if lacks[:, i].any()][:most]
@@ -115,7 +119,7 @@ class ShardMachine(RuleBasedStateMachine):
         for k, (at, slots) in enumerate(given.shards):
             assert at.tolist() == [i for i in wanted[:chosen] if lacks[k, i]]
             user.append((shards[k], [keys[i] for i in at.tolist()], slots))
-        self.check(user)
+        self.begin(user)
         for _, _, slots in user:
             self.pool.filled(slots)
         assert (self.pool.find(shards.start, keys) >= 0).all()
@@ -127,7 +131,7 @@ class ShardMachine(RuleBasedStateMachine):
         there = self.available().total()
         given = self.pool.keep(ANY, keys, len(keys))
         assert len(given.slots) == min(lacking, there)
-        self.check([(ANY, [keys[i] for i in given.chosen.tolist()], given.slots)])
+        self.begin([(ANY, [keys[i] for i in given.chosen.tolist()], given.slots)])
         self.pool.filled(given.slots)
 
     @precondition(lambda self: self.users)
@@ -186,7 +190,7 @@ TestManyStripes.settings = settings(max_examples=40, stateful_step_count=40, dea
     rows=st.integers(1, 20),
 )
 def test_an_empty_arena_takes_what_it_says(stripes: int, blocks: int, states: int, rows: int):
-    pool = SlotPool(stripes * rows, groups=slot_groups([stripes, 1], stripes))
+    pool = SlotPool(stripes * rows, groups=slot_groups_of([stripes, 1], stripes))
     sizes = [blocks] + [states] * stripes
     fits = states <= rows and blocks + stripes * states <= stripes * rows
     assert (pool.least_slots(sizes) <= stripes * rows) == fits
@@ -200,7 +204,7 @@ def test_an_empty_arena_takes_what_it_says(stripes: int, blocks: int, states: in
 
 def test_a_stripe_is_evicted_by_its_own_order() -> None:
     """The least recently used slots of the stripe go, and those of others stay."""
-    pool = SlotPool(8, groups=slot_groups([2, 1], 2))
+    pool = SlotPool(8, groups=slot_groups_of([2, 1], 2))
     names = [b"%d" % i for i in range(8)]
     given = pool.keep(0, names, 8)
     pool.filled(given.slots)

@@ -445,7 +445,7 @@ def test_blocks_of_which_ranks_hold_different_bytes_have_a_slot_in_each_stripe()
         (0, None),
         *((1, stripe) for stripe in range(4)),
     ]
-    assert key.slot_numbers == [range(1), range(1, 5)]
+    assert key.slot_group_ranges == [range(1), range(1, 5)]
     assert key.num_stripes == 4
     assert key.read_by_ranks == ((0, 1, 2, 3),) * 4
     assert most_shards(key.groups, 4) == 4

@@ -272,9 +272,8 @@ FEATURES: Final = (
         "of a peer with other blocks or ranks, the first pipeline stage is read by all",
         (
             "omni_connector.copy.load_plans",
-            "                    source.arenas_of(source_stage, of_stage),\n"
-            "                    converts",
-            "                    source.arenas_of(0, of_stage),\n                    converts",
+            "                source.arenas_of(source_stage, of_stage),\n                converts",
+            "                source.arenas_of(0, of_stage),\n                converts",
         ),
     ),
     mutant(
