@@ -11,17 +11,13 @@ blocks in the own index takes 3 us, and numpy's calls 70. Where the code cannot 
 
 import ctypes
 import functools
-import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.runtime.machine_code import CodeDeniedError, compiled, kernel
-
-logger = logging.getLogger("vllm.omni_connector.native")
+from omni_connector.runtime.machine_code import compiled_or_none
 
 NativeProbe = Callable[[bytes, int, NDArray[np.uint64], NDArray[np.int64], bool], int]
 """Takes the indexes (`struct index` of each, joined), their number, tags (blocks,), an array
@@ -45,18 +41,8 @@ and an array (blocks,) that it fills with the tags. See `block_index.tags_of`.""
 @functools.cache
 def _engine() -> Any:
     """LLVM's engine for the code; None if it cannot be compiled."""
-    try:
-        if sys.byteorder != "little":
-            raise OSError("this processor is big-endian")
-        return compiled(kernel(__name__, "probe.ll"))
-    except CodeDeniedError:  # which `compiled` has said
-        return None
-    except Exception as error:  # noqa: BLE001 - whatever it is, numpy does the work
-        logger.warning(
-            "Blocks are looked up with numpy, which is slower: machine code cannot be used (%s)",
-            error,
-        )
-        return None
+    otherwise = "Blocks are looked up with numpy, which is slower"
+    return compiled_or_none(__name__, "probe.ll", otherwise)
 
 
 @functools.cache

@@ -9,9 +9,7 @@ returns None.
 
 import ctypes
 import functools
-import logging
 import struct
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.arena.eviction import KINDS
-from omni_connector.runtime.machine_code import CodeDeniedError, compiled, kernel
-
-logger = logging.getLogger("vllm.omni_connector.native")
+from omni_connector.runtime.machine_code import compiled_or_none
 
 _RUN: Final = struct.Struct("=3q")
 
@@ -332,14 +328,4 @@ def _addresses_of(
 @functools.cache
 def native_slots() -> Any:
     """LLVM's engine for the code, compiled at the first call; None if that fails."""
-    try:
-        if sys.byteorder != "little":
-            raise OSError("this processor is big-endian")
-        return compiled(kernel(__name__, "slots.ll"))
-    except CodeDeniedError:  # which `compiled` has said
-        return None
-    except Exception as error:  # noqa: BLE001 - whatever it is, numpy does the work
-        logger.warning(
-            "Slots are kept with numpy, which is slower: machine code cannot be used (%s)", error
-        )
-        return None
+    return compiled_or_none(__name__, "slots.ll", "Slots are kept with numpy, which is slower")

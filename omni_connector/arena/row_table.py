@@ -13,7 +13,6 @@ import ctypes
 import functools
 import logging
 import struct
-import sys
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Final
@@ -21,7 +20,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.runtime.machine_code import CodeDeniedError, compiled, kernel
+from omni_connector.runtime.machine_code import compiled_or_none
 
 logger = logging.getLogger("vllm.omni_connector.native")
 
@@ -89,7 +88,8 @@ class NativeTable(DictTable):
 
     def __init__(self, alive: NDArray[np.bool_], find: _Call, name: _Call) -> None:
         self._alive = alive
-        self._find, self._name = find, name
+        self._find = find
+        self._name = name
         count = len(alive)
         rows = np.zeros(count * ROW_BYTES, np.uint8)
         following, bucket, first = (np.full(count, -1, np.int32) for _ in range(3))
@@ -144,14 +144,8 @@ def row_table(alive: NDArray[np.bool_]) -> DictTable:
 @functools.cache
 def native_calls() -> tuple[_Call, _Call] | None:
     """`find` and `name` of the native table, compiled at the first call; None if that fails."""
-    try:
-        if sys.byteorder != "little":
-            raise OSError("this processor is big-endian")
-        engine = compiled(kernel(__name__, "row_table.ll"))
-    except CodeDeniedError:  # which `compiled` has said
-        return None
-    except Exception as error:  # noqa: BLE001 - whatever it is, a dict does the work
-        logger.warning("Slots are looked up in a dict: machine code cannot be used (%s)", error)
+    engine = compiled_or_none(__name__, "row_table.ll", "Slots are looked up in a dict")
+    if engine is None:
         return None
     pointer = ctypes.c_void_p
     number = ctypes.c_int64
@@ -173,7 +167,8 @@ def _agrees(find: _Call, name: _Call) -> bool:
     tables = DictTable(lives[0]), NativeTable(lives[1], find, name)
     for _ in range(16):
         keys = [b"%d" % key for key in draw.integers(0, 2 * size, size // 2)]
-        rows, numbers = rows_of(1, [*keys, None]), draw.permutation(size)[: len(keys) + 1]
+        rows = rows_of(1, [*keys, None])
+        numbers = draw.permutation(size)[: len(keys) + 1]
         for table, alive in zip(tables, lives, strict=True):
             alive[numbers] = False
             table.name(rows, numbers)

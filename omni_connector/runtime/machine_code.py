@@ -14,6 +14,7 @@ import importlib
 import logging
 import mmap
 import os
+import sys
 from importlib.resources import files
 from typing import Any
 
@@ -81,3 +82,21 @@ def compiled(code: str) -> Any:
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
     return engine
+
+
+def compiled_or_none(module: str, name: str, otherwise: str) -> Any:
+    """Compile a kernel; return LLVM's engine, or None if it cannot be used here, which is logged.
+
+    Args:
+        module, name: as for `kernel`.
+        otherwise: what Python does then.
+    """
+    try:
+        if sys.byteorder != "little":
+            raise OSError("this processor is big-endian")
+        return compiled(kernel(module, name))
+    except CodeDeniedError:  # which `compiled` has said
+        return None
+    except Exception as error:  # noqa: BLE001 - whatever it is, Python does the work
+        logger.warning("%s: machine code cannot be used (%s)", otherwise, error)
+        return None

@@ -312,9 +312,7 @@ def test_it_is_used_for_what_is_kept_unless_somebody_wants_to_know_the_changes(
 
 
 @pytest.mark.usefixtures("without_llvmlite")
-def test_without_a_compiler_numpy_keeps_the_books(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_compiler_numpy_keeps_the_books(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "vllm"):
         assert native_slots.__wrapped__() is None
     assert "machine code cannot be used (llvmlite" in caplog.text

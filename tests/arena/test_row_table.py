@@ -16,6 +16,7 @@ from omni_connector.arena.row_table import (
     native_calls,
     row_table,
 )
+from omni_connector.runtime import machine_code
 from omni_connector.runtime.machine_code import kernel
 
 ROWS = [bytes([i]) * ROW_BYTES for i in range(9)] + [
@@ -59,7 +60,7 @@ def test_machine_code_that_finds_others_is_not_used(
     pytest.importorskip("llvmlite")
     changed, count = re.subn(right, wrong, kernel(table_module.__name__, "row_table.ll"))
     assert count == 2  # in `find` and in `name`
-    monkeypatch.setattr(table_module, "kernel", lambda module, name: changed)
+    monkeypatch.setattr(machine_code, "kernel", lambda module, name: changed)
     assert native_calls.__wrapped__() is None
     assert "the machine code finds wrong ones" in caplog.text
 
@@ -90,9 +91,7 @@ def test_buckets_are_even_whatever_the_rows_differ_in() -> None:
 
 
 @pytest.mark.usefixtures("without_llvmlite")
-def test_without_a_compiler_a_dict_does_the_work(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_compiler_a_dict_does_the_work(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "vllm"):
         assert native_calls.__wrapped__() is None
     assert "machine code cannot be used (llvmlite" in caplog.text
