@@ -152,9 +152,9 @@ made-up model leaves a state after each draft as vLLM does, here and in the simu
 with other numbers of drafts, and are refused by name) |
 | MTP of several modules | yes, but for prompts in whose last tokens a block with a state ends |
 | shared prefixes | the states of prompts are shared, and with asynchronous scheduling (vLLM's \
-default) those within answers. Without it, and with MTP of several modules, those within answers \
-are shared whose blocks get a hash of vLLM before it frees them. Ends of requests within blocks \
-are not shared |
+default) those within answers. Without it, or with MTP of several modules, a state within an \
+answer is shared if vLLM gives its block a hash before it frees the block. Ends of requests \
+within blocks are not shared |
 
 ## A drafter on one side only
 
@@ -206,9 +206,9 @@ The tensor-parallel ranks of an engine hold the same latents of MLA, and the sam
 indexer. Where a model has fewer KV heads than ranks, several ranks hold the same head: at TP 8
 ranks 0 and 1 hold the first of 4 heads. If several ranks hold the same of a cache group, one copy
 of each of its blocks is kept for them: each of these ranks saves a part of the blocks to its arena,
-and loads from the arenas of all of them. So a token takes as many bytes of arenas at TP
-8 as at TP 1 with MLA, and as at TP 4 with 4 KV heads, and is saved once. A rank then loads what
-another rank has computed of the same head. Stores keep one copy of each group, too.
+and loads from the arenas of all of them. So a token takes as many bytes of arenas at TP 8 as at
+TP 1 with MLA, and as at TP 4 with 4 KV heads, and is saved once. A rank then loads what another
+rank has computed of the same head. Stores keep one copy of each group, too.
 
 | model and deployment | copies of the KV in the arenas of an engine |
 | --- | --- |
@@ -218,8 +218,8 @@ with pipeline stages, each stage keeps its layers once |
 rank could not read the arenas of the others |
 | fewer KV heads than ranks (GQA, such as Qwen3 with 4 heads at TP 8) | one of each head |
 | groups, or a drafter, with other numbers of KV heads (MiMo-V2-Flash, MLA with a drafter of GQA) \
-| one for the ranks that hold the same of all groups: at TP 8, two ranks with layers of 4 and of 2 \
-heads. If each rank has heads of its own in some groups, those are not counted: at TP 8, two ranks \
+| one for the ranks that hold the same of all groups: one for every two ranks at TP 8 with layers \
+of 4 and of 2 heads. Groups of which each rank has heads of its own do not count: it is the same \
 with layers of 4 and of 8 heads |
 | attention or MLA beside recurrent states, which all ranks divide (Qwen3-Next, Kimi Linear) | one \
 of each head, or of MLA; each rank keeps its part of the states |

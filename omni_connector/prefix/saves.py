@@ -3,8 +3,8 @@
 
 Copies under way hold their blocks (see `CopyLedger`), at most a quarter of the engine's blocks.
 Further blocks wait until copies have ended. A waiting block is not held: it is copied later if vLLM
-still finds it by its hash. Beside a drafter with a KV cache only blocks wait that a hint asks for,
-as the hash does not cover all that they were computed from; others are dropped.
+still finds it by its hash. With EAGLE and MTP this hash does not cover all that a block was
+computed from. So only blocks that a hint asks for wait then, and others are dropped.
 """
 
 from collections import deque
@@ -254,10 +254,13 @@ class PrefixSaves:
         """
         self._step += 1
         for prompt in self._due.pop(self._step, ()):
-            request, steps = prompt.request, 1
+            request = prompt.request
+            steps = 1
             # Until it is scheduled, its blocks may be those of a load under way.
             if tokens := scheduled.get(request.request_id):
-                had, prompt.had, prompt.scheduled = prompt.had, None, True
+                had = prompt.had
+                prompt.had = None
+                prompt.scheduled = True
                 if had is not None:  # vLLM has just admitted it
                     # Alone, it has found the rest within a block itself (`--prefix-match-unit`).
                     if request.num_computed_tokens > had and not self.alone:
@@ -315,11 +318,12 @@ class PrefixSaves:
         return steps >= _LATEST or (steps >= _FEWER_STEPS and self._clock() >= self._consider_at)
 
     def _room(self, host: HostBlocks) -> int:
-        """How many filled blocks may be considered so that none is dropped that could wait."""
-        if self._tokens_ahead:
+        """How many filled blocks may be considered now. The others wait; considered blocks for
+        which copies have no room are dropped."""
+        if self._tokens_ahead:  # with EAGLE and MTP
             return self.num_filled
-        # More blocks than vLLM has are not all in its cache, and more than the arena has slots
-        # would only replace each other there.
+        # No more blocks wait than vLLM has, as its cache would lack some; nor more than the arena
+        # has slots, as they would replace each other there.
         beyond = self.num_filled - min(self._num_blocks, host.num_slots)
         return max(beyond, host.room(self._max_held - self.num_held))
 
@@ -327,8 +331,8 @@ class PrefixSaves:
         """The filled blocks to consider now, those first that filled first.
 
         Args:
-            most: most blocks.
-            room: most of them that no hint asks for in the arena.
+            most: blocks that are considered at most.
+            room: those of them at most that no hint asks for in the arena.
         """
         columns = [FilledRuns() for _ in self._groups]
         prompts = set[SharedPrompt]()
@@ -674,7 +678,7 @@ class PrefixSaves:
     def _still_there(
         self, group: int, block_ids: Sequence[int], hashes: Sequence[bytes]
     ) -> list[bool]:
-        """Which blocks that have filled in an earlier step are unchanged."""
+        """Which of some blocks still hold what an earlier step has filled them with."""
         there = self._finds(self._group_ids[group], block_ids, hashes)
         if self._drafts_states and group in self._states:
             # Another request may have taken one, and with drafts its state follows its hash.
@@ -790,8 +794,8 @@ class PrefixSaves:
         return parts
 
     def _note_states(self, prompt: SharedPrompt, end: int, blocks_of: BlocksOf) -> None:
-        """Note the blocks of states that may be in place after this step: the next step keeps them,
-        and vLLM frees some of them before.
+        """Note the blocks of states that may be in place after this step. The next step keeps them;
+        vLLM may have freed some of them by then.
 
         Args:
             end: tokens of the prompt that are computed with this step, drafts included.
@@ -808,10 +812,10 @@ class PrefixSaves:
     def _with_freed(
         self, prompt: SharedPrompt, group: int, first: int, block_ids: list[int]
     ) -> list[int]:
-        """Consecutive blocks of states, with those that vLLM has freed since the last step in the
-        place of null blocks.
+        """Consecutive blocks of states. Null blocks are replaced by the blocks that were noted for
+        them, if these are free.
 
-        A free block keeps its content, and its hash, until vLLM gives it to a request.
+        A free block keeps its content and its hash until vLLM gives it to a request.
         """
         found = list(block_ids)
         for place, block_id in enumerate(block_ids):
@@ -841,7 +845,8 @@ class PrefixSaves:
             self._changes.filled(prompt.request, group, told)
         if NULL_BLOCK_ID in block_ids:
             whole = [i for i, block_id in enumerate(block_ids) if block_id != NULL_BLOCK_ID]
-            keys, hashes = [keys[i] for i in whole], [hashes[i] for i in whole]
+            keys = [keys[i] for i in whole]
+            hashes = [hashes[i] for i in whole]
             block_ids = [block_ids[i] for i in whole]
         if not keys:
             return
