@@ -76,9 +76,11 @@ class _Recipe:
     one_layer_acts: bool = False
     # Makes another model of the one drawn, given its weights and its configuration.
     derived: Callable[[_Weights, dict[str, Any]], tuple[_Weights, dict[str, Any]]] | None = None
-    # Tokens of its own, from id 3 on; what the tokenizer's settings have besides; and more files.
+    # Special tokens of this family, from id 3 on.
     special_tokens: tuple[str, ...] = ()
+    # Settings of its tokenizer beside those of all families.
     tokenizer_settings: dict[str, Any] = field(default_factory=dict)
+    # Further files of the model's folder, by name.
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     version: int = 1
 
@@ -180,15 +182,16 @@ _DEEPSEEK: dict[str, Any] = {
     "moe_intermediate_size": 128,
 }
 
-# A picture has 112 pixels a side: 64 patches, of which four make a token.
-_PICTURE = {"longest_edge": 112}
+_PIXELS = 112
+"""Of each side of a picture: 64 patches of 14 by 14 pixels, of which four make a token."""
+_PICTURE = {"longest_edge": _PIXELS}
 _PICTURE_TOKENS = 16
 _VISION: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "image_size": 112,
+    "image_size": _PIXELS,
     "patch_size": 14,
 }
 _CHAT_TEMPLATE = (
@@ -304,8 +307,10 @@ _RECIPES: dict[str, _Recipe] = {
         },
         without=tuple(_COMMON),
         special_tokens=(
-            *("<image>", "<fake_token_around_image>"),
-            *("<global-img>", "<end_of_utterance>"),
+            "<image>",
+            "<fake_token_around_image>",
+            "<global-img>",
+            "<end_of_utterance>",
         ),
         tokenizer_settings={"chat_template": _CHAT_TEMPLATE},
         files={

@@ -3,8 +3,7 @@
 
 They lie below the ports that Linux gives to whoever asks for any (32768 and up, see
 `ip_local_port_range`): one of those may belong to somebody's connection by the time that a server
-which starts slowly binds it. While a process lives that was given a port here, no other process is
-given it.
+which starts slowly binds it. A port is given to one process, and to no other while that one lives.
 """
 
 import atexit
@@ -16,7 +15,7 @@ from typing import Final
 _FIRST: Final = 20_000
 _LAST: Final = 30_000
 
-# Sockets whose names say which ports this process was given. It keeps them open until it ends.
+# Sockets whose names say which ports this process was given. They stay open until it ends.
 _claims: Final = contextlib.ExitStack()
 atexit.register(_claims.close)
 
@@ -24,7 +23,7 @@ _draw = random.SystemRandom()  # tests seed the module's generator, each in the 
 
 
 def free_port() -> int:
-    """Return a port that nobody had a moment ago, and that no process was given that still lives.
+    """Return a port at which nobody listened a moment ago, and that no living process was given.
 
     Raises:
         OSError: none of 1,000 ports is free.
@@ -50,13 +49,13 @@ def free_ports(count: int) -> int:
 
 
 def _claim(port: int) -> socket.socket:
-    """A socket with a name that says that this process has a port.
+    """A socket whose name says that this process was given a port.
 
-    The kernel takes an abstract name away with the last process that holds it. Such names are known
-    in one network namespace, as ports are.
+    The kernel frees an abstract name when the last process that holds it has ended. Each network
+    namespace has its own names, as it has its own ports.
 
     Raises:
-        OSError: a process has it.
+        OSError: another process was given it.
     """
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:

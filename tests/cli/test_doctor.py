@@ -297,9 +297,7 @@ def test_what_vllm_itself_refuses_is_found(
 
 
 @pytest.mark.usefixtures("quick")
-def test_vllm_is_asked_where_its_own_settings_are_given(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_vllm_is_asked_where_its_own_settings_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(module, "_transfer_config", lambda text: asked.append(text) or "fine")
     whole = '{"kv_connector": "OmniKVConnector", "kv_role": "kv_both"}'

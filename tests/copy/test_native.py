@@ -214,7 +214,7 @@ def test_ids_that_do_not_exist_have_no_address(ids):
 
 
 @pytest.mark.usefixtures("without_llvmlite")
-def test_numpy_copies_where_the_compiler_is_missing(monkeypatch, caplog):
+def test_numpy_copies_where_the_compiler_is_missing(caplog):
     with caplog.at_level("WARNING", "vllm"):
         assert native_copy.__wrapped__() is None
     assert "machine code cannot be used (llvmlite" in caplog.text

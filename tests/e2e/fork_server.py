@@ -30,9 +30,9 @@ from typing import IO
 STACKS = signal.SIGUSR2
 """Has an engine's processes write what their threads are at into its log."""
 
-# Of a terminal or a time-out, to all processes of a test run. The server ends when its user does,
-# so that it can end what it has started.
-_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A terminal or a time-out sends these to all processes of a test run. The server ignores them: it
+# ends after its user, so that it can end what it has started.
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _MESSAGE_BYTES = 1 << 20
 _CLONE_NEWNET = 0x40000000
@@ -142,7 +142,7 @@ class ForkServer:
 def _serve(connection: socket.socket) -> None:
     started: set[int] = set()
     signal.signal(signal.SIGCHLD, lambda number, frame: _reap(started))
-    for number in _ENDS:
+    for number in _END_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     while True:
         message, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
@@ -154,13 +154,13 @@ def _serve(connection: socket.socket) -> None:
             return
         request = json.loads(message)
         # A child is not reaped before its pidfd is open, and no signal to it is lost.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD, *_ENDS])
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD, *_END_SIGNALS])
         pid = os.fork()
         if pid == 0:
-            for number in (signal.SIGCHLD, *_ENDS):
+            for number in (signal.SIGCHLD, *_END_SIGNALS):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python begins with
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD, *_ENDS])
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD, *_END_SIGNALS])
             connection.close()
             if request["host"] is not None:
                 _move_to(request["host"])
@@ -170,7 +170,7 @@ def _serve(connection: socket.socket) -> None:
         socket.send_fds(connection, [str(pid).encode()], [pidfd])
         os.close(pidfd)
         os.close(fds[0])
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD, *_ENDS])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD, *_END_SIGNALS])
 
 
 def _reap(started: set[int]) -> None:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.e2e
 CLIENTS = 4
 LEAVES_S = 10.0
 REST_S = 0.5
+"""Rest of each client after an answer while an engine starts: it starts sooner so."""
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 

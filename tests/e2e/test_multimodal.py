@@ -89,8 +89,9 @@ SHARED_WITHIN_S = 20.0
 def drawn(seed: int) -> str:
     """A picture as the URL of a chat."""
     pixels = np.random.default_rng(seed).integers(0, 256, (112, 112, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(written := io.BytesIO(), format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+    png = io.BytesIO()
+    Image.fromarray(pixels).save(png, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
 
 
 def text(seed: int) -> str:

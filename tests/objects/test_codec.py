@@ -26,7 +26,6 @@ from omni_connector.objects.codec import (
 )
 from omni_connector.testing.conformance.values import ARRAY_DTYPES, OBJECTS, same
 
-TORCH_ONLY = sorted(set(ITEM_BYTES) - set(ARRAY_DTYPES))
 TRAILER_BYTES = 17
 
 

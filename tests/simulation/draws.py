@@ -54,7 +54,7 @@ def plan_of(seed: int) -> Plan:
     plan = Plan(
         seed=f"order {seed}",
         engines=engines,
-        events=_events(draw, engines, bool(trouble)),
+        events=_events(draw, engines),
         pace=draw.choice((0.0, 0.0002, 0.002, 0.02)),
         mapped=draw.random() < 0.6,
         piece_bytes=draw.choice((1, 1, 1600)),
@@ -175,9 +175,7 @@ def _trouble(draw: random.Random, *, shares: bool) -> dict[str, float]:
     return found
 
 
-def _events(
-    draw: random.Random, engines: tuple[EngineShape, ...], troubled: bool
-) -> tuple[Event, ...]:
+def _events(draw: random.Random, engines: tuple[EngineShape, ...]) -> tuple[Event, ...]:
     names = [engine.name for engine in engines]
     producers = [e.name for e in engines if e.role in ("kv_producer", "kv_both")]
     consumers = [e.name for e in engines if e.role in ("kv_consumer", "kv_both")]

@@ -42,8 +42,9 @@ _WITH_MORE: Final = {
     "window and full": ("window and full", "more and full", "more and full"),
     "state and full": ("state and full", "state and latent"),
 }
+# Tensor-parallel sizes of the engines of a plan, in turn.
 _RANKS: Final = ((4,), (4,), (8,), (1, 4), (4, 2), (2, 4), (8, 4), (4, 8))
-# A state has four heads.
+# The same with states, which have four heads.
 _RANKS_OF_STATES: Final = ((4,), (4,), (2,), (1, 4), (4, 2), (2, 4))
 
 _SELECTIVE_OFTEN: Final = 0.1

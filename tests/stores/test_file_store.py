@@ -752,9 +752,7 @@ def test_a_file_system_without_locks_is_swept(
     assert sum(path_of(folder, key).exists() for key in KEYS) == 4
 
 
-def test_a_store_that_is_closed_in_a_sweep_leaves_no_lock(
-    connect: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_closed_in_a_sweep_leaves_no_lock(connect: Open, folder: Path) -> None:
     turns: list[Callable[[], float | None]] = []
 
     class Driven(Still):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ports for servers of tests, which run in several processes at once."""
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -10,9 +11,11 @@ import pytest
 from omni_connector.testing import ports
 from omni_connector.testing.ports import free_port, free_ports
 
-FEW = range(28_100, 28_140)
+FEW = range(30_100, 30_140)
+"""Beyond the ports that other tests of this host are given meanwhile."""
 DRAWN = 15
-"""Of so few that two processes that know nothing of each other would draw some port both."""
+"""Of `FEW`, in each of two processes: if these knew nothing of each other, both would draw the same
+port at least once."""
 
 OTHER = f"""
 import sys
@@ -23,13 +26,17 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture
-def few(monkeypatch):
+@pytest.fixture(autouse=True)
+def claims(monkeypatch):
+    """The claims of this process in one test. Those of the tests before it stay."""
+    with contextlib.ExitStack() as claims:
+        monkeypatch.setattr(ports, "_claims", claims)
+        yield claims
+
+
+def test_a_port_is_given_to_one_process_until_that_ends(monkeypatch):
     monkeypatch.setattr(ports, "_FIRST", FEW.start)
     monkeypatch.setattr(ports, "_LAST", FEW.stop)
-
-
-def test_a_port_is_given_to_one_process_until_that_ends(few, monkeypatch):
     words = [sys.executable, "-c", OTHER]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         theirs = [int(word) for word in other.stdout.readline().split()]
@@ -50,9 +57,9 @@ def test_ports_in_a_row_are_all_given(monkeypatch):
         free_port()
 
 
-def test_a_port_that_a_server_has_is_not_given(monkeypatch):
+def test_a_port_that_a_server_has_is_not_given(claims, monkeypatch):
     port = free_port()
-    ports._claims.close()  # as if another process had been given it, and its server still ran
+    claims.close()  # as if another process had been given it, and only its server still ran
     with socket.create_server(("127.0.0.1", port)):
         monkeypatch.setattr(ports, "_FIRST", port)
         monkeypatch.setattr(ports, "_LAST", port + 2)

@@ -75,7 +75,7 @@ def test_through_the_store_only_equal_contents_meet(sharer, shelf, adapter, toke
     assert_clean(first, second, third)
 
 
-def test_of_an_adapter_that_cannot_be_read_nothing_is_shared(engine, tokens, tmp_path, log):
+def test_of_an_adapter_that_cannot_be_read_nothing_is_shared(engine, tmp_path, log):
     prefill = engine("kv_producer")
     lora = LoRARequest("style", 1, str(tmp_path))
     answer = prefill.generate(TEXT, params=HANDOFF, lora=lora)
@@ -320,7 +320,7 @@ def test_vllms_own_loads_are_noted(adapter, monkeypatch):
         adapter_loads._wrap.cache_clear()
 
 
-def test_an_adapter_that_was_replaced_after_its_load_is_not_handed_off(engine, adapter, tokens):
+def test_an_adapter_that_was_replaced_after_its_load_is_not_handed_off(engine, adapter):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     lora = adapter(b"w" * 99, folder="one")
     prefill.load_adapter(lora)

@@ -62,7 +62,7 @@ def test_a_prompt_is_handed_off_over_tcp(engine, tokens, key_file, keyed):
     assert_clean(prefill, decode)
 
 
-def test_in_one_runtime_folder_neither_peers_nor_key_are_asked_for(engine, tokens, monkeypatch):
+def test_in_one_runtime_folder_neither_peers_nor_key_are_asked_for(engine, tokens):
     prefill = engine("kv_producer", extra={"listen": "127.0.0.1:0", "transport": "shm"})
     decode = engine("kv_consumer", extra={"transport": "shm"})
     params = offered(prefill, remote_host="192.0.2.1")

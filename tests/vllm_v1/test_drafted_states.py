@@ -164,9 +164,20 @@ def test_with_several_modules_too(sharer, shelf, engine, more):
     assert_clean(first, second)
 
 
+class WrongState(AssertionError):
+    """After a state that it has loaded, an engine answers otherwise than it should."""
+
+
 def answers_shared(first, second, shelf, plain):
-    """Ends of blocks within answers of the first engine, at which a prefix may end; and at how many
-    of them the second finds the state, and goes on right."""
+    """Have one engine answer prompts, and another go on from each end of a block in these answers.
+
+    Returns:
+        The number of these ends at which a prefix may end; and how many of these states the second
+        engine has found.
+
+    Raises:
+        WrongState: the second engine goes on otherwise than the first.
+    """
     unit = math.lcm(*(group.kv_cache_spec.block_size for group in first.kv_config.kv_cache_groups))
     ends = found = 0
     for seed in range(6):
@@ -183,10 +194,6 @@ def answers_shared(first, second, shelf, plain):
             ends += 1
             found += second.count("tokens_shared") > before
     return ends, found
-
-
-class WrongState(AssertionError):
-    """An engine goes on otherwise after a state that it has loaded."""
 
 
 @pytest.mark.shows(
@@ -209,7 +216,9 @@ def test_all_states_within_answers_are_shared_where_vllm_runs_ahead(
 
 @of_all
 @pytest.mark.parametrize(("drafts", "least"), [(1, 1.0), (3, 0.6)])
-def test_else_those_to_whose_blocks_vllm_gives_a_hash(sharer, shelf, engine, family, drafts, least):
+def test_where_vllm_does_not_run_ahead_only_states_with_a_hash_are_shared(
+    sharer, shelf, engine, family, drafts, least
+):
     """A state after two drafts or more that are right gets none, unless it is the step's last."""
     options = options_of(family, drafts, instant_copies=True)
     first, second = (drafting(sharer(**options), drafts) for _ in range(2))
@@ -221,9 +230,9 @@ def test_else_those_to_whose_blocks_vllm_gives_a_hash(sharer, shelf, engine, fam
 
 
 def wrong_after_many(first, second, plain):
-    """Many answers of the first engine, in which blocks that are freed go to other requests at
-    once: how many differ from those of a plain engine, and after how many parts of them a second
-    engine goes on otherwise."""
+    """Have one engine answer many prompts at once, so that blocks that one request frees go to
+    others, and another go on from each end of a block in these answers; the number of answers of
+    either that are wrong."""
     asked = [prompt(BLOCK + 7 * seed, seed=seed) for seed in range(6)]
     sent = [first.submit(each, max_tokens=8 * BLOCK) for each in asked]
     run([first], lambda: first.done(*sent))
@@ -238,7 +247,7 @@ def wrong_after_many(first, second, plain):
 
 @of_all
 @overlapping
-def test_states_within_many_answers_where_blocks_are_scarce(sharer, shelf, engine, family, overlap):
+def test_states_within_many_answers_where_blocks_are_scarce(sharer, engine, family, overlap):
     options = options_of(family, 3, async_scheduling=overlap, instant_copies=True)
     first, second = (drafting(sharer(**options, usable_blocks=n), 3) for n in (70, 200))
     assert wrong_after_many(first, second, engine(family=target(family))) == 0

@@ -233,7 +233,7 @@ def test_without_a_time_out_a_shutdown_waits_for_nobody(engine):
     assert not prefill.scheduler.has_requests()
 
 
-def test_only_the_signals_of_an_engine_core_are_noticed(monkeypatch):
+def test_only_the_signals_of_an_engine_core_are_noticed():
     called = []
 
     def theirs(signum, frame):

@@ -627,7 +627,7 @@ def test_fixed_weights_that_cannot_be_read_are_those_of_the_files_whatever_is_ca
 
 
 def test_requests_that_wait_too_long_for_the_weights_are_computed_and_not_shared(
-    engine, tokens, monkeypatch
+    engine, monkeypatch
 ):
     prefill = engine("kv_producer", fresh=True)
     monkeypatch.setattr(epochs, "WAIT_S", 0.05)
@@ -665,7 +665,7 @@ def called(*engines: InProcessEngine) -> None:
         each.weights_said.workers_called()
 
 
-def test_new_weights_that_come_by_a_call_without_a_reset_spoil_nothing_for_others(engine, tokens):
+def test_new_weights_that_come_by_a_call_without_a_reset_spoil_nothing_for_others(engine):
     first, second = (engine("kv_both", extra=SHARES) for _ in range(2))
     met(first, second)
     first.generate(PROMPT)
@@ -695,7 +695,7 @@ def test_a_call_that_changes_nothing_ends_nothing(engine, tokens):
 
 
 def test_what_was_computed_before_the_first_digest_is_not_taken_for_what_it_names(
-    engine, tokens, monkeypatch
+    engine, monkeypatch
 ):
     """The weights are changed while the first digest is late, and requests do not wait for it."""
     first, second = engine("kv_both", extra=SHARES, fresh=True), engine("kv_both", extra=SHARES)

@@ -114,7 +114,7 @@ def test_a_load_follows_the_copies_of_its_peer(engine, tokens):
     assert_clean(prefill, decode)
 
 
-def test_the_decode_engine_serves_others_while_it_waits(engine, tokens):
+def test_the_decode_engine_serves_others_while_it_waits(engine):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     held = prefill.hold(saves=True)
     request_id = prefill.submit(PROMPT, params=HANDOFF)

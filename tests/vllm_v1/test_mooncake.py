@@ -127,7 +127,7 @@ def test_a_peer_that_does_not_answer_stops_nobody_else(engine, tokens, monkeypat
     ended.set()
 
 
-def test_by_itself_shared_memory_is_taken_on_one_host(engine, tokens, monkeypatch):
+def test_by_itself_shared_memory_is_taken_on_one_host(engine, tokens):
     both_ways = {"transport": "auto", "listen": "127.0.0.1:0", "peers": ["127.0.0.1"]}
     prefill = engine("kv_producer", extra=both_ways)
     decode = engine("kv_consumer", extra=both_ways)

@@ -31,14 +31,12 @@ from .harness import (
 )
 from .places import Place, ask, publish
 from .stores import MASTER
-from .test_head_copies import require_void
+from .test_head_copies import between, require_void
 from .test_stripes import LENGTHS, published
 
 pytestmark = pytest.mark.vllm
 
 FAMILIES = ["state and full", "state and latent", "all three"]
-SIZES = [(4, 4), (4, 2), (2, 4), (4, 1), (1, 4), (8, 8), (8, 4), (4, 8), (8, 1), (1, 8), (8, 2)]
-SIZES += [(2, 8)]
 NEW = [7, 8, 9]
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -94,7 +92,7 @@ def test_attention_takes_as_many_slots_as_with_a_rank_for_each_head(engine, fami
     control="test_shards_of_another_rank_are_noticed_by_these_tests",
 )
 @each_family
-@pytest.mark.parametrize("ranks", SIZES, ids=lambda pair: f"{pair[0]} to {pair[1]}")
+@between
 def test_every_rank_gets_the_bytes_of_a_handoff(engine, family, ranks):
     prefill = engine("kv_producer", family=family, ranks=ranks[0])
     decode = engine("kv_consumer", family=family, ranks=ranks[1])
@@ -196,15 +194,16 @@ def test_a_full_arena_evicts_and_holds_what_it_is_asked_for(engine, family):
     place = Place(engine, {"share": True, "admission": "all"}, "tokens_from_host")
     options = {"family": family, "ranks": 4, "usable_blocks": 200}
     first, second = place(**options), place(**options)
-    slots = first.directory.num_slots
+    num_slots = first.directory.num_slots
     reference = engine(family=family)
-    for seed in range(2 * slots // 9):
-        publish(place, first, prompt(8 * BLOCK + 9, seed=seed))
+    # Each takes at least nine slots: one for each full block, and one for a state.
+    prompts = [prompt(8 * BLOCK + 9, seed=seed) for seed in range(2 * num_slots // 9)]
+    for each in prompts:
+        publish(place, first, each)
     free, cached, _ = first.directory.pool.counts()
-    assert free + cached == slots
-    assert free < slots // 2
-    asked = prompt(8 * BLOCK + 9, seed=seed)
-    assert ask(place, second, [*asked, *NEW], reference) >= 8 * BLOCK
+    assert free + cached == num_slots
+    assert free < num_slots // 2
+    assert ask(place, second, [*prompts[-1], *NEW], reference) >= 8 * BLOCK
     assert not second.failures()
     assert_clean(first, second)
 
@@ -283,12 +282,15 @@ def test_engines_that_divide_otherwise_are_no_neighbours(place, engine, monkeypa
     assert second.count("tokens_from_host") == 0
 
 
-@pytest.mark.parametrize("options", [{"stages": (3,)}, {"events": True}], ids=str)
-def test_where_shards_are_not_known_each_rank_keeps_all(engine, options):
+EVENTS = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+
+
+@pytest.mark.parametrize(
+    "options", [{"stages": (3,)}, {"events": EVENTS}], ids=["stages", "events"]
+)
+def test_where_no_block_may_be_divided_each_rank_keeps_all(engine, options):
     """With pipeline stages a rank does not know the groups of the others; and KV events tell of
     whole blocks."""
-    if "events" in options:
-        options = {"events": KVEventsConfig(enable_kv_cache_events=True, publisher="null")}
     prefill = engine("kv_producer", family="state and full", ranks=4, **options)
     assert shards(prefill) == 1
     decode = engine("kv_consumer", family="state and full", ranks=2)

@@ -122,7 +122,7 @@ def test_what_is_stored_is_not_sent_again(sharer, shelf):
     assert second.count("blocks_stored") == 0
 
 
-def test_what_the_store_lost_is_sent_again_by_who_still_has_it(sharer, shelf, monkeypatch):
+def test_what_the_store_lost_is_sent_again_by_who_still_has_it(sharer, shelf):
     first = sharer()
     publish(first, shelf)
     shelf.evict()

@@ -122,12 +122,13 @@ def rank_slots(shape: EngineShape) -> int:
     """Slots of the arena of each rank: a stripe of the slots, where ranks hold the same KV."""
     if shape.far_ranks:
         return shape.slots
-    of_heads = (copies for layer, copies in copies_by_layer(shape).items())
-    stripes = math.gcd(shape.ranks, *of_heads)
-    if "state" in GROUPS[shape.family] and not shape.stages:
-        # A state takes a slot of each stripe.
-        return -(-shape.slots * (1 + stripes) // (2 * stripes))
-    return shape.slots if "state" in GROUPS[shape.family] else -(-shape.slots // stripes)
+    stripes = math.gcd(shape.ranks, *copies_by_layer(shape).values())
+    if "state" not in GROUPS[shape.family]:
+        return -(-shape.slots // stripes)
+    if shape.stages:  # then each rank keeps all slots
+        return shape.slots
+    # A state and a block of attention take 1 + stripes slots together, of 2 * stripes.
+    return -(-shape.slots * (1 + stripes) // (2 * stripes))
 
 
 def copies_by_layer(shape: EngineShape) -> dict[str, int]:
