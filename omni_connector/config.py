@@ -255,7 +255,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             ConfigError: a key is unknown, or its value is ill-typed or out of range.
         """
         environ = os.environ if environ is None else environ
-        known, services = get_type_hints(cls), _of_services(environ)
+        known = get_type_hints(cls)
+        services = _of_services(environ)
         values: dict[str, Any] = {}
         for variable, text in environ.items():
             if not variable.startswith(ENV_PREFIX) or variable in _NOT_KEYS:

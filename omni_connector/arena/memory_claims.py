@@ -80,7 +80,8 @@ class Claim:
     @property
     def address(self) -> str:
         """The abstract address whose name is this claim."""
-        size, populated = self.size // _UNIT, self.populated // _UNIT
+        size = self.size // _UNIT
+        populated = self.populated // _UNIT
         numbers = f"{self.cgroup:x}/{size:x}/{populated:x}"
         return f"\0{_PREFIX}{self.arena}/{self.deployment}/{numbers}"
 
@@ -195,7 +196,8 @@ class Reservation:
     def _tell(self, claim: Claim) -> None:
         if self._closed:
             return
-        before, told = self._socket, self._claim.address
+        before = self._socket
+        told = self._claim.address
         self._claim = claim
         if before is not None and claim.address == told:
             return

@@ -86,7 +86,8 @@ class Reading:
         try:
             engines, remarks = read(folder)
         except OSError as error:
-            engines, remarks = [], [plain(f"{folder} cannot be read: {error}")]
+            engines = []
+            remarks = [plain(f"{folder} cannot be read: {error}")]
         engines.sort(key=lambda each: (each.engine_id, each.started))
         return cls(namespace, folder, time.time(), engines, remarks)
 

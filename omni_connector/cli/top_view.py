@@ -107,7 +107,8 @@ def _engines(reading: Reading, history: History, width: int) -> Table:
         return cut
 
     for engine in reading.engines:
-        state, phase = reading.state(engine), engine.service.phase
+        state = reading.state(engine)
+        phase = engine.service.phase
         if state == "live" and phase != "serving":
             state = phase
         role = engine.service.role or engine.role.removeprefix("kv_")

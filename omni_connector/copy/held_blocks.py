@@ -164,7 +164,7 @@ class CopyLedger:
             soon: seconds in which it is expected to end, whatever the network does.
         """
         job_id = next(self._ids)
-        # Each once: a block has an entry for each of its shards. vLLM frees no block twice at once.
+        # A block that is divided has an entry for each shard, and one reference serves all of them.
         block_ids = list(dict.fromkeys(blocks.held))
         self._pool.touch([self._pool.blocks[each] for each in block_ids])
         self._jobs[job_id] = _Job(block_ids, self._ranks, end, self._clock() + soon)
@@ -280,7 +280,8 @@ class CopyLedger:
 
     def frees_soon(self) -> bool:
         """Whether blocks that nothing but a copy holds come free sooner than a preemption pays."""
-        now, blocks = self._clock(), self._pool.blocks
+        now = self._clock()
+        blocks = self._pool.blocks
         return any(
             now < job.soon_until and any(blocks[each].ref_cnt == 1 for each in job.block_ids)
             for job in self._jobs.values()

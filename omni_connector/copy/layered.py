@@ -134,7 +134,8 @@ class LayerRanges:
             layout: its slots.
             addresses: for each group where the bytes of each layer begin, in block 0.
         """
-        pages, sizes = list(canonical.pages), list(layout.group_bytes)
+        pages = list(canonical.pages)
+        sizes = list(layout.group_bytes)
         of_groups = []
         for group_pages, group_addresses in zip(canonical.pages, addresses, strict=True):
             layer_ranges = []
@@ -209,8 +210,8 @@ class LayeredSave:
             if group is None:
                 yield UNTIL_NOTIFIED
                 continue
-            layer_range, places = self._layer_ranges[group][self._done[group]], self._places[group]
-            for batch in self._batches(places, layer_range):
+            layer_range = self._layer_ranges[group][self._done[group]]
+            for batch in self._batches(self._places[group], layer_range):
                 if not self._copy(group, layer_range, batch, cancelled):
                     return copied
                 copied += len(batch) * (layer_range.end - layer_range.first)
@@ -248,7 +249,8 @@ class LayeredSave:
         Returns:
             What `BlockCopier.save` does.
         """
-        layer_ranges, done = self._layer_ranges[group], self._done[group]
+        layer_ranges = self._layer_ranges[group]
+        done = self._done[group]
         if not done or any(self._forward.repeated(each.layers) for each in layer_ranges[:done]):
             return self._save_whole(group, places, cancelled)
         for layer_range in layer_ranges[done:]:
@@ -300,13 +302,15 @@ class LayeredSave:
         if self._sum_rows is not None and of_these is not None and layer_range.part is not None:
             generations = self._sum_rows.generations[some]
             sums = SumRows(self._sum_rows.table, generations, layer_range.part)
-        ids, goes_on = (self._block_ids[some], bytes_of_it, slot_ids), states is not None
+        ids = self._block_ids[some], bytes_of_it, slot_ids
+        goes_on = states is not None
         copy = BlockCopy(layer_range.number, *ids, goes_on, self._forward.fence, of_these, sums)
         copied = self._copier.save(copy, cancelled=cancelled)
         if copied is None:
             return False
         if states is not None and of_these is not None:
-            states[some], self._sums[some] = of_these, copied
+            states[some] = of_these
+            self._sums[some] = copied
         elif checksum:
             for place, slot in zip(places.tolist(), slot_ids.tolist(), strict=True):
                 self._digests.setdefault(place, xxhash.xxh3_64()).update(bytes_of_it[slot].data)
@@ -390,7 +394,8 @@ class TracedCopier(BlockCopier):
             checksums = self._inner.save(copy, cancelled=cancelled)
         else:
             checksums = self._inner.load(copy)
-        layer, blocks = self._layers.get(copy.group), len(copy.block_ids)
+        layer = self._layers.get(copy.group)
+        blocks = len(copy.block_ids)
         self._trace.span(
             "save part" if saving else "load part",
             began,
@@ -403,7 +408,8 @@ class TracedCopier(BlockCopier):
 
 
 def _span(places: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """The same places, which ascend, as a slice where none is left out: views, in place of copies,
-    of what they are places in."""
-    first, last = int(places[0]), int(places[-1])
-    return slice(first, last + 1) if last - first + 1 == len(places) else places
+    """Places, which ascend, as a slice if none between them is left out. A slice of an array is a
+    view, and no copy."""
+    first = int(places[0])
+    end = int(places[-1]) + 1
+    return slice(first, end) if end - first == len(places) else places

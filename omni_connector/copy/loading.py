@@ -229,7 +229,8 @@ class _Sources:
     def part_sums(self, part: SlotPart) -> NDArray[np.uint64] | None:
         """The sums of mapped slots at the inner ends of their parts `(n, ends, 8)`; None where the
         arena does not have all of them."""
-        remote, source = self._remote(part), part.source
+        remote = self._remote(part)
+        source = part.source
         endpoint = remote.endpoint
         layout = SumsLayout.of(endpoint.n_slots, endpoint.slot_bytes, source.most_part_ends)
         sums = None if layout is None else PartSums.found(remote, layout)

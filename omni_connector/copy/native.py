@@ -370,7 +370,8 @@ def _check(copy: NativeCopy) -> None:
     """Raise RuntimeError unless it copies and hashes like numpy and xxhash."""
     for lengths in ([256], [1024], [64, 1024, 0, 2048, 192], [1088, 64 * 16, 4096]):
         ends = np.cumsum(lengths)
-        size, starts = int(ends[-1]), ends - lengths
+        size = int(ends[-1])
+        starts = ends - lengths
         room: Any = np.zeros(2 * size + ALIGNMENT, np.uint8)
         target = room[-room.ctypes.data % ALIGNMENT :][: 2 * size].reshape(2, size)
         source = np.random.default_rng(0).integers(0, 256, (2, size), np.uint8)

@@ -93,7 +93,8 @@ def traced(trace: Trace, name: str, job_id: int, work: Work, request_id: str = "
     """
 
     def body(cancelled: Callable[[], bool]) -> Generator[bool | float, None, Outcome]:
-        pieces, began = work(cancelled), now()
+        pieces = work(cancelled)
+        began = now()
         outcome = Outcome(job_id, "job_failed")
         try:
             while True:

@@ -242,7 +242,8 @@ class PeerSession:
         return [self.handshake()]
 
     def _lease_granted(self, message: LeaseGranted) -> list[Request]:
-        pending, reply = self._waiting.pop(message.sequence, None), self._handshake_reply
+        pending = self._waiting.pop(message.sequence, None)
+        reply = self._handshake_reply
         if pending is None or reply is None:
             return []
         if not pending.future.set_running_or_notify_cancel():

@@ -218,7 +218,8 @@ class WeightsEpoch:
             self._table = table
             self.resets += 1
             self.number += 1
-            self._was_reset, self.stained = True, False
+            self._was_reset = True
+            self.stained = False
         elif self._computed:  # with weights that nobody has asked for
             self._was_reset = False
         self._attempted = self._computed = False
@@ -315,7 +316,8 @@ class WeightsEpoch:
         """Go on with the weights of the answers, as what was computed with others is void now."""
         self.name = self._next_name
         self.number += self._ending
-        self.known, self._ending = True, False
+        self.known = True
+        self._ending = False
 
     def void(self) -> None:
         """What was computed is void for another reason than weights, and nobody else may have what

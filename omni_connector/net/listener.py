@@ -224,14 +224,17 @@ class TcpListener:
             self._warn(f"there are {self._limit} connections already; further ones have to wait")
 
     def _look_at(self, number: int, connection: "_Connection") -> None:
-        now, received = self._clock(), 0
+        now = self._clock()
+        received = 0
         with self._file(number) as file:
             if file is not None:
                 info = file.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
                 if len(info) == _BYTES_RECEIVED.size:  # kernels before 4.1 tell less
                     (received,) = _BYTES_RECEIVED.unpack(info)
         if connection.finished:
-            connection.finished, connection.since, connection.received = False, now, received
+            connection.finished = False
+            connection.since = now
+            connection.received = received
         idle = _IDLE_BYTES_PER_S * (now - connection.since)
         if received - connection.received > MAX_UNFINISHED_BYTES + idle:
             connection.since, connection.received = now, received

@@ -332,7 +332,8 @@ class StatusReport:
                 return False
             self._told_at = now
             self._file.write(msgspec.json.encode(msgspec.structs.replace(status, written=written)))
-            self._told, self._warned = status, False
+            self._told = status
+            self._warned = False
         except (OSError, UnicodeError) as error:
             if not self._warned:
                 logger.warning("`omni-connector top` does not show this engine: %s", error)

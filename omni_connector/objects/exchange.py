@@ -188,7 +188,8 @@ class Exchange(OmniConnector, Generic[Address]):
         self, key: ObjectKey, metadata: Mapping[str, Any] | None, *, timeout: float
     ) -> memoryview | None:
         deadline = time.monotonic() + timeout
-        digest, stale = key.digest, StaleSlotError()
+        digest = key.digest
+        stale = StaleSlotError()
         with self._holders(self.read_hint(metadata)) as holders:
             for _ in range(_READ_ATTEMPTS):
                 found = self._find(digest, holders, deadline)

@@ -201,7 +201,8 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         self._context.destroy(0)
 
     def details(self) -> dict[str, Any]:
-        found, server = super().details(), self._server
+        found = super().details()
+        server = self._server
         if server is not None:
             found["listen"] = str(server.address)
             if not server.alive:
@@ -367,7 +368,8 @@ class ObjectServer:
 
     def catch_up(self) -> None:
         """Wait a moment until the messages that have arrived so far are handled."""
-        wanted, deadline = self._passes + 2, time.monotonic() + _CATCH_UP_S
+        wanted = self._passes + 2
+        deadline = time.monotonic() + _CATCH_UP_S
         while self._passes < wanted and time.monotonic() < deadline and self.alive:
             self._thread.wake()
             time.sleep(_PASS_S / 100)

@@ -149,7 +149,8 @@ class MooncakeStoreConnector(OmniConnector):
 
     def _abandon(self) -> None:
         # In a process that was forked: Mooncake has no threads there, and objects are the parent's.
-        self._lock, self._stored = threading.Lock(), BoundedMap(_MAX_REMEMBERED)
+        self._lock = threading.Lock()
+        self._stored = BoundedMap(_MAX_REMEMBERED)
         self._closed = True
         self._why_closed = "the connector is the parent's: a forked process makes its own"
 
@@ -298,7 +299,8 @@ class MooncakeStoreConnector(OmniConnector):
             checksum = _fill(memory[CONTENT_AT:end], parts)
             version = msgspec.structs.replace(version, checksum=checksum)
         memory.data[:CONTENT_AT] = version.encode()
-        name, size = [manifest_name(self._prefix, version.digest)], [end]
+        name = [manifest_name(self._prefix, version.digest)]
+        size = [end]
         place = addresses(memory, [0])
 
         def call(store: Any) -> list[int]:
@@ -312,7 +314,8 @@ class MooncakeStoreConnector(OmniConnector):
         self, digest: bytes, deadline: float
     ) -> tuple[Version, NDArray[np.uint8] | None] | None:
         memory = self._staging.take(MANIFEST_BYTES)
-        name, place = [manifest_name(self._prefix, digest)], addresses(memory, [0])
+        name = [manifest_name(self._prefix, digest)]
+        place = addresses(memory, [0])
         ready = min(deadline, time.monotonic() + _NOT_READY_S)
 
         def call(store: Any) -> list[int]:
@@ -426,7 +429,9 @@ def _until(deadline: float, call: Callable[[], list[int]]) -> list[int]:
 
 def _fill(room: NDArray[np.uint8], segments: Iterable[memoryview | NDArray[np.uint8]]) -> int:
     """Copy segments, one after the other; returns their checksum."""
-    checksum, target, at = xxhash.xxh3_64(), room.data, 0
+    checksum = xxhash.xxh3_64()
+    target = room.data
+    at = 0
     for segment in segments:
         for start in range(0, segment.nbytes, _CACHED_BYTES):
             part = segment[start : start + _CACHED_BYTES]

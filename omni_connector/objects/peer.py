@@ -207,7 +207,8 @@ class Peer:
             OmniError: the arena cannot be attached.
         """
         # A mapping takes one more message, and reading anything over the network some more time.
-        mapped, now = self._transport.supports_mapping, time.monotonic()
+        mapped = self._transport.supports_mapping
+        now = time.monotonic()
         deadline = min(deadline, now + self._timeout) if mapped else deadline + _READ_S
         if not self._attaching.acquire(timeout=max(0.0, deadline - now)):
             raise PeerUnreachableError(f"another thread attaches the arena of {self.address}")
@@ -295,7 +296,8 @@ def read_object(
         ProtocolError: the owner describes no object in such an arena.
         TransportError: the arena is closed or cannot be read, or there is no memory for the copy.
     """
-    stored, slot_bytes = found.stored, found.endpoint.slot_bytes
+    stored = found.stored
+    slot_bytes = found.endpoint.slot_bytes
     ids = stored.slots_in(found.endpoint.n_slots, slot_bytes)
     slots = arena.slots if fetch is None else None
     arena.verify(ids[0], stored.generation)

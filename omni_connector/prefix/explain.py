@@ -404,7 +404,8 @@ class Explainer:
 
     def _introduce(self) -> ThisEngine:
         engine = self._engine
-        model, name = engine.model, str(engine.model.tokenizer)
+        model = engine.model
+        name = str(engine.model.tokenizer)
         neighbours = (
             () if self._host is None else self._host.find([[] for _ in self._groups]).engines
         )
@@ -444,7 +445,8 @@ class Explainer:
         return hashes
 
     def _look(self, question: AskPlaces) -> Places:
-        hashes, group = self._of_group(question), question.group
+        hashes = self._of_group(question)
+        group = question.group
         in_group = [self._engine.group_ids[group]]
         cached = tuple(self._has(each, in_group) for each in hashes[group])
         if self._host is None:
@@ -475,7 +477,8 @@ class Explainer:
     def _search_tail(self, question: AskStoredTail) -> StoredTail:
         if self._lookups is None or self._tails is None:
             raise ProtocolError("this engine finds no tails in a store")
-        tails, parent = self._tails, self._parent(question)
+        tails = self._tails
+        parent = self._parent(question)
         lookup = Lookup(
             self._prefix(),
             [[] for _ in self._groups],

@@ -369,7 +369,8 @@ class HintPolicy:
             pool = self._pool
             slots = pool.places(group, blocks.keys)
             found = slots >= 0
-            there, tenants = slots[found], blocks.tenants[found]
+            there = slots[found]
+            tenants = blocks.tenants[found]
             new = ~pool.privileged(there)
             if not pool.may_own(there, tenants):
                 return False

@@ -77,23 +77,10 @@ class PrefixLoads:
             tables: the block tables of its request.
         """
         request_id = prompt.request.request_id
-        wanted: list[Wanted] = []
         tail: list[bytes] = []
         if prompt.tail is not None and prompt.tail.end == end:
             tail.append(prompt.tail.name)
-        for g, shape in enumerate(self._groups.shapes):
-            if not shape.is_cached:
-                # vLLM lets prefixes end where the tokens after them read no ring.
-                wanted.append(Wanted(0, np.empty(0, np.int64), range(0), []))
-                continue
-            table, read = tables[self._groups.ids[g]], shape.needed(end, start)
-            if len(table) < read.stop or NULL_BLOCK_ID in table[read.start : read.stop]:
-                raise RuntimeError(f"request {request_id}: vLLM allocated no block of group {g}")
-            first = start // shape.block_size
-            block_ids = np.array(table[first : read.stop], np.int64)
-            hashes = prompt.names[g][read.start : end // shape.block_size]
-            hashes += tail
-            wanted.append(Wanted(first, block_ids, read, hashes))
+        wanted = self._wanted(prompt, tables, start, end, tail)
         prompt.failure = None
         prompt.from_tail = end - max(start, end // self._groups.unit * self._groups.unit)
         loads: list[tuple[TransferSpec, str]] = []
@@ -124,6 +111,37 @@ class PrefixLoads:
         for (spec, counter), tokens in zip(loads, by_load, strict=True):
             prompt.sources[counter] = prompt.sources.get(counter, 0) + tokens
             self._start_job(prompt, spec, counter, tokens, names)
+
+    def _wanted(
+        self,
+        prompt: SharedPrompt,
+        tables: BlockTables,
+        start: int,
+        end: int,
+        tail: Sequence[bytes],
+    ) -> list[Wanted]:
+        """The blocks of each group that are to be filled; arguments as for `start`.
+
+        Args:
+            tail: the name of the tail that the tokens end with, if they end with one.
+        """
+        wanted: list[Wanted] = []
+        for g, shape in enumerate(self._groups.shapes):
+            if not shape.is_cached:
+                # vLLM lets prefixes end where the tokens after them read no ring.
+                wanted.append(Wanted(0, np.empty(0, np.int64), range(0), []))
+                continue
+            table = tables[self._groups.ids[g]]
+            read = shape.needed(end, start)
+            if len(table) < read.stop or NULL_BLOCK_ID in table[read.start : read.stop]:
+                raise RuntimeError(
+                    f"request {prompt.request.request_id}: vLLM allocated no block of group {g}"
+                )
+            first = start // shape.block_size
+            block_ids = np.array(table[first : read.stop], np.int64)
+            names = prompt.names[g][read.start : end // shape.block_size]
+            wanted.append(Wanted(first, block_ids, read, [*names, *tail]))
+        return wanted
 
     def _start_job(
         self,
@@ -177,11 +195,13 @@ class PrefixLoads:
         """All loads of a prompt have ended. A failed one is not retried: see
         `SharedPrefix.load_nothing`."""
         if prompt.void:
-            prompt.void, prompt.lookup = False, None
+            prompt.void = False
+            prompt.lookup = None
         elif prompt.failure is None:
             self._stats.count("tokens_from_tails", prompt.from_tail)
             return
-        prompt.loads, prompt.found = False, None
+        prompt.loads = False
+        prompt.found = None
         self._failed.append(prompt.request)
 
     def take_failed(self) -> list[Any]:

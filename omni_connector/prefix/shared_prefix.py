@@ -184,7 +184,10 @@ class SharedPrefix:
         return None if keeps or self._thinking is None else Thoughts(self._thinking)
 
     def _look_up(self, prompt: SharedPrompt) -> None:
-        prompt.admitted, prompt.local, prompt.found, prompt.waits = False, None, None, False
+        prompt.admitted = False
+        prompt.local = None
+        prompt.found = None
+        prompt.waits = False
         prompt.hashes = [prompt.full_hashes(g, 0, None) for g in range(len(self._groups))]
         prompt.names = [prompt.names_of(g, 0, each) for g, each in enumerate(prompt.hashes)]
         prompt.lookup = None
@@ -249,7 +252,8 @@ class SharedPrefix:
             if prompt.waits:
                 return None
             self._stats.fail("store_lookup_timeout")
-            prompt.lookup, prompt.late = None, True
+            prompt.lookup = None
+            prompt.late = True
         prompt.tail = None
         if in_arenas is not None:
             prompt.tail, prompt.found = in_arenas
@@ -298,7 +302,9 @@ class SharedPrefix:
             return
         self.saves.look_at(prompt)
         prompt.scheduled = False
-        local, prompt.local, prompt.offered = prompt.local, None, 0
+        local = prompt.local
+        prompt.local = None
+        prompt.offered = 0
         prompt.sources.clear()
         if local is not None:
             prompt.had = local + num_external
@@ -309,7 +315,8 @@ class SharedPrefix:
         if num_external <= 0:
             prompt.admitted = True
             self._stats.count("store_misses", prompt.missed)
-            prompt.missed, prompt.found = False, None
+            prompt.missed = False
+            prompt.found = None
             return
         assert local is not None, "tokens are matched only by a lookup"
         self.loads.start(prompt, tables(), local, local + num_external)
@@ -380,7 +387,8 @@ class SharedPrefix:
         """
         prompt = self._prompts.get(request_id)
         if prompt is not None:
-            prompt.loads, prompt.offered = False, 0
+            prompt.loads = False
+            prompt.offered = 0
 
     def follow(self, weights: str | None) -> None:
         """The engine has these weights from now on: blocks that are computed get their key prefix.
@@ -404,7 +412,9 @@ class SharedPrefix:
         """
         self.saves.suspend()
         for prompt in self._prompts.values():
-            prompt.found, prompt.local, prompt.offered = None, None, 0
+            prompt.found = None
+            prompt.local = None
+            prompt.offered = 0
             if prompt.jobs:
                 prompt.void = True
                 self.loads.revoke(prompt)
@@ -414,7 +424,9 @@ class SharedPrefix:
         computed with."""
         prompt = self._prompts.get(request_id)
         if prompt is not None:
-            prompt.loads, prompt.offered, prompt.found = False, 0, None
+            prompt.loads = False
+            prompt.offered = 0
+            prompt.found = None
             self.keep_nothing(request_id)
 
     def keep_nothing(self, request_id: str) -> None:
@@ -448,7 +460,8 @@ class SharedPrefix:
             if prompt.due:
                 self.saves.look_at(prompt)
             if not prompt.jobs:
-                prompt.lookup, prompt.offered = None, 0
+                prompt.lookup = None
+                prompt.offered = 0
             else:
                 prompt.void = True
                 self.loads.revoke(prompt)

@@ -279,7 +279,8 @@ class StoreJobs:
     def _unpack(
         self, batch: "_Batch", timeout: float, fence: object
     ) -> Generator[bool, None, None]:
-        size, rows = self._sizes[batch.group], self._incoming[: len(batch.places)]
+        size = self._sizes[batch.group]
+        rows = self._incoming[: len(batch.places)]
         owner = self._owning_ranks[batch.group]
         assert owner is not None, "no bytes of the group are asked for"
         keys = batch.keys(owner)

@@ -54,7 +54,8 @@ def validate(payload: object, request_id: str, *, required: bool = False) -> Non
     layers, tokens, block_size = (
         _positive(metadata, name) for name in ("num_layers", "seq_len", "block_size")
     )
-    blocks, needed = payload.get("block_ids"), -(-tokens // block_size)
+    blocks = payload.get("block_ids")
+    needed = -(-tokens // block_size)
     if not isinstance(blocks, list) or len(blocks) < needed:
         raise ValueError(f"the block table has not the {needed} blocks of {tokens} tokens")
     keys, values = _caches(payload.get("layer_blocks"))

@@ -466,7 +466,8 @@ class OmniKVTransferManager:
             target_device: where the tensors are wanted.
         """
         job = kv_prefetch_job or {}
-        request_id, info = job.get("request_id"), job.get("kv_sender_info")
+        request_id = job.get("request_id")
+        info = job.get("kv_sender_info")
         if self._prefetcher is None or not request_id or not info:
             return
         if branches.is_dummy(request_id) or self.topo_config.is_follower:
@@ -669,7 +670,8 @@ class OmniKVTransferManager:
         stages = self._configured(
             self.send_stages, "omni_from_stage and omni_to_stage are not both configured"
         )
-        topology, request_id = self._topology, kv_data.request_id
+        topology = self._topology
+        request_id = kv_data.request_id
         build_keys = self.kv_send_key_builder
         built = list(build_keys(request_id, *stages)) if build_keys is not None else []
         keys = built or topology.send_keys(request_id, *stages)
@@ -742,7 +744,8 @@ class OmniKVTransferManager:
         return data, size
 
     def _receive_keys(self, request_id: str, stages: tuple[str, str]) -> list[ReceiveKey]:
-        build_keys, topology = self.kv_recv_key_builder, self._topology
+        build_keys = self.kv_recv_key_builder
+        topology = self._topology
         built = list(build_keys(request_id, *stages)) if build_keys is not None else []
         if not built:
             return topology.receive_keys(request_id, *stages)

@@ -334,7 +334,8 @@ class _Copies:
         return ranks // self._total
 
     def _compare(self) -> int:
-        layers, count = self._single_heads, self._topology.fan_in
+        layers = self._single_heads
+        count = self._topology.fan_in
         new = [
             not layers or not all(_same(layer[i - 1], layer[i]) for layer in layers)
             for i in range(1, count)

@@ -244,7 +244,8 @@ def _parts(lengths: Sequence[int]) -> Iterator[slice]:
     for i, length in enumerate(lengths):
         if i > start and (total + length > _CALL_BYTES or i - start == _CALL_KEYS):
             yield slice(start, i)
-            start, total = i, 0
+            start = i
+            total = 0
         total += length
     if start < len(lengths):
         yield slice(start, len(lengths))

@@ -83,7 +83,8 @@ def transport_class(name: str) -> type[ArenaTransport]:
 
 
 def _load(name: str) -> object:
-    target, package = _BUILT_IN.get(name), "omni-connector"
+    target = _BUILT_IN.get(name)
+    package = "omni-connector"
     if target is None:
         entry_point = _entry_points().get(name)
         if entry_point is None:

@@ -364,7 +364,8 @@ class _Assembly:
         )
 
     def _channel(self, server: ControlServer | None) -> ControlChannel:
-        listen, rank = self._config.listen, self._vllm_config.parallel_config.data_parallel_index
+        listen = self._config.listen
+        rank = self._vllm_config.parallel_config.data_parallel_index
         return ControlChannel(
             compatibility=self._ours,
             server=server,
@@ -508,21 +509,22 @@ class _Assembly:
             changes=changes,
         )
         if surroundings.explains:
-            shared.explain(
-                ExplainedEngine(
-                    folder=self._folder,
-                    engine_id=self._engine_id,
-                    compatibility=self._shared_with,
-                    hash_id=self._hash_id,
-                    model=self._vllm_config.model_config,
-                    hash_block_size=self._hash_block_size,
-                    group_ids=self._group_ids,
-                    hash_tokens=token_hasher(self._vllm_config, self._hash_block_size),
-                    cached=self._manager.block_pool.get_cached_block,
-                    weights=lambda: self._weights.sharing_id or "",
-                )
-            )
+            shared.explain(self._explained_engine())
         return shared
+
+    def _explained_engine(self) -> ExplainedEngine:
+        return ExplainedEngine(
+            folder=self._folder,
+            engine_id=self._engine_id,
+            compatibility=self._shared_with,
+            hash_id=self._hash_id,
+            model=self._vllm_config.model_config,
+            hash_block_size=self._hash_block_size,
+            group_ids=self._group_ids,
+            hash_tokens=token_hasher(self._vllm_config, self._hash_block_size),
+            cached=self._manager.block_pool.get_cached_block,
+            weights=lambda: self._weights.sharing_id or "",
+        )
 
     def _key_prefixes(self, weights: str) -> tuple[str, str]:
         """The prefixes of keys in a store and in arenas, of all engines with these weights."""

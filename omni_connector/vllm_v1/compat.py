@@ -317,7 +317,8 @@ def _note_calls_of_trainers() -> None:
     from vllm.v1.engine.core import EngineCore
 
     core: Any = EngineCore
-    call_workers, set_version = core.collective_rpc, getattr(core, "set_weight_version", None)
+    call_workers = core.collective_rpc
+    set_version = getattr(core, "set_weight_version", None)
 
     def said_of(engine_core: Any) -> WeightsSaid:
         # There is no scheduler while the engine core is being made.

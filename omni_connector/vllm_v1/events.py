@@ -72,7 +72,8 @@ class KVEvents:
     def _describe(self, request: "Request", group: int, indices: Sequence[int]) -> list[_Block]:
         size = self._sizes[group]
         step = size // self._hash_block_size
-        hashes, lora = request.block_hashes, request.lora_request
+        hashes = request.block_hashes
+        lora = request.lora_request
         of = {
             "lora_id": None if lora is None else lora.adapter_id,
             "lora_name": None if lora is None else lora.name,

@@ -112,7 +112,8 @@ def scales_id(kv_cache_config: "KVCacheConfig", layers: Mapping[str, Any]) -> st
 def _order(page: str, spec: "KVCacheSpec", layer: Any) -> str:
     if layer is None or not isinstance(spec, AttentionSpec):  # a state is one piece
         return page
-    item, own_heads = spec.dtype.itemsize, spec.num_head_slots is None
+    item = spec.dtype.itemsize
+    own_heads = spec.num_head_slots is None
     return kernel_order(page, _kernel(layer), item=item, own_heads=own_heads)
 
 

@@ -114,7 +114,8 @@ def take_hints(
         shared: is told of the hints; None where nothing is shared.
         stats: counts hints that are not followed.
     """
-    params, sampling = request.kv_transfer_params, request.sampling_params
+    params = request.kv_transfer_params
+    sampling = request.sampling_params
     known = params if isinstance(params, Mapping) else {}
     extra_args = None if sampling is None else sampling.extra_args
     if not extra_args and KEY not in known:

@@ -98,7 +98,8 @@ class SchedulerReport:
             return
         self._slot_counts = counts
         held, cached, leases = directory.usage()
-        pinned, total = directory.pool.num_pinned, directory.num_slots
+        pinned = directory.pool.num_pinned
+        total = directory.num_slots
         self._stats.gauge("slots_in_use", held)
         self._stats.gauge("slots_cached", cached)
         self._stats.gauge("slots_pinned", pinned)

@@ -373,7 +373,8 @@ class StoreClient:
             if reason is None:
                 if self._told and self._away_since is not None:
                     logger.info("Mooncake's master at %s answers again", self.settings.master)
-                self._away_since, self._told = None, False
+                self._away_since = None
+                self._told = False
             else:
                 self._reason = reason
                 self._backoff.failed()

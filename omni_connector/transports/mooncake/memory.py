@@ -77,7 +77,8 @@ class Staging(Pool):
 
     def retire(self, memory: Memory, calls: Sequence["Future[list[int]]"]) -> None:
         """Unregister memory once these calls have ended, later if one does not end well."""
-        lock, left = threading.Lock(), len(calls)
+        lock = threading.Lock()
+        left = len(calls)
 
         def end(_: object) -> None:
             nonlocal left

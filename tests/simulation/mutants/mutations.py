@@ -106,7 +106,7 @@ OWN: Final = (
         ),
         (
             "omni_connector.copy.layered",
-            "            states[some], self._sums[some] = of_these, copied\n",
+            "            states[some] = of_these\n            self._sums[some] = copied\n",
             "            self._sums[some] = copied\n"
             "            if layer_range.first:\n"
             "                states[some] = of_these\n",
@@ -304,9 +304,9 @@ OWN: Final = (
         (
             "omni_connector.handoff.client",
             "    def _lease_granted(self, message: LeaseGranted) -> list[Request]:\n"
-            "        pending, reply = self._waiting.pop(message.sequence, None), self",
+            "        pending = self._waiting.pop(message.sequence, None)\n",
             "    def _lease_granted(self, message: LeaseGranted) -> list[Request]:\n"
-            "        pending, reply = self._waiting.get(message.sequence), self",
+            "        pending = self._waiting.get(message.sequence)\n",
         ),
     ),
     mutant(

@@ -256,7 +256,7 @@ SHARING: Final = (
         "vLLM counts the blocks of the first load too, and the request waits for itself",
         (
             "omni_connector.prefix.loads",
-            "        prompt.loads, prompt.found = False, None\n",
+            "        prompt.loads = False\n        prompt.found = None\n",
             "        prompt.found = None\n",
         ),
     ),
