@@ -189,6 +189,8 @@ class Place:
             "OMNI_CONNECTOR_RUNTIME_DIR": str(self.folder / "run"),
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            # A connection waits while other engines have their turn.
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
         }
         if self.gpus:
             number = cores().index(core) % len(self.gpus)
