@@ -483,7 +483,10 @@ class HostNeighbours:
         self._listener.close()
         self._thread.wake()
         self._thread.join(_CLOSE_S)
-        self._present = ()
+        with self._lock:  # each neighbour keeps its index mapped
+            self._present = ()
+            self._hits.clear()
+            self._avoided.clear()
         while self._met:
             self._met.popitem()[1].close()
         self._orphans.close()

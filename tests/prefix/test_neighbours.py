@@ -2,9 +2,11 @@
 """What an engine is told of its slots that were read: all of it, the beginnings of prompts last."""
 
 import contextlib
+import gc
 import socket
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,8 +72,9 @@ class Reader:
         return [pair for message in self.told for pair in message]
 
 
-@pytest.fixture(scope="module")
-def met() -> Iterator[HostNeighbours]:
+@contextlib.contextmanager
+def met_engines() -> Iterator[HostNeighbours]:
+    """The neighbours of an engine that has met another one. Its own thread tells nothing."""
     with contextlib.ExitStack() as ends:
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
 
@@ -89,8 +92,14 @@ def met() -> Iterator[HostNeighbours]:
             time.sleep(0.01)
         with contextlib.ExitStack() as still:
             patch = still.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr(reader, "look", lambda: None)  # its own thread tells nothing
+            patch.setattr(reader, "look", lambda: None)
             yield reader
+
+
+@pytest.fixture(scope="module")
+def met() -> Iterator[HostNeighbours]:
+    with met_engines() as reader:
+        yield reader
 
 
 def test_all_slots_of_many_prompts_are_told_in_messages_of_a_bounded_size(
@@ -119,6 +128,21 @@ def test_what_a_full_socket_does_not_take_is_told_later(met: HostNeighbours) -> 
     reader.hit([7], generation=2)
     reader.room = 10
     assert reader.tell() == [*((slot, 1) for slot in range(1024, 3000)), (7, 2)]
+
+
+@pytest.mark.parametrize("avoided", [False, True])
+def test_what_was_not_told_before_the_end_keeps_no_index_mapped(avoided: bool) -> None:
+    with met_engines() as reader:
+        (other,) = reader.present()
+        index = weakref.ref(other.index)
+        if avoided:
+            reader.avoid(other.arenas)
+        else:
+            reader.hit(other, np.array([3]), np.array([1]))
+        del other
+        reader.close()
+        gc.collect()
+        assert index() is None
 
 
 @given(

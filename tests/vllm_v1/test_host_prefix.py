@@ -3,9 +3,11 @@
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import os
 import threading
+import weakref
 
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
@@ -243,7 +245,7 @@ def test_a_handed_off_prompt_is_found_by_a_third_engine(sharer, tokens):
     assert third.count("tokens_from_host") == 6 * BLOCK
 
 
-def test_another_salt_finds_nothing(sharer, tokens):
+def test_another_salt_finds_nothing(sharer):
     first, second = sharer(), sharer()
     publish(first, PREFIX, salt="a")
     second.generate(QUESTION, 6, salt="b")
@@ -337,6 +339,21 @@ def test_an_engine_that_has_died_is_no_neighbour_any_more(sharer, tokens):
     assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
     assert second.count("tokens_from_host") == 0
     assert not second.failures()
+
+
+def test_an_engine_that_closes_while_a_request_waits_lets_go_of_the_indexes_of_others(sharer):
+    first, second = sharer(), sharer(usable_blocks=10)
+    publish(first)
+    [neighbour] = neighbours(second).present()
+    index = weakref.ref(neighbour.index)
+    del neighbour
+    running = second.submit(prompt(5 * BLOCK, seed=9), max_tokens=3 * BLOCK)
+    second.run(lambda: second.answers[running].tokens)
+    waiting = second.submit(QUESTION)  # there is no room for it beside the other one
+    second.run(lambda: inspection.offers_shared(second.half, waiting))
+    second.shutdown()
+    gc.collect()
+    assert index() is None
 
 
 def test_an_engine_whose_arena_is_gone_costs_computing(sharer, tokens):
@@ -646,6 +663,12 @@ def small(sharer):
     return make
 
 
+def compute(engine, tokens, **options):
+    """Have an engine answer a prompt. Copies may be under way after that."""
+    request_id = engine.submit(tokens, **options)
+    engine.run(lambda: engine.done(request_id))
+
+
 def ask(engine, params, tokens=LONG, **options):
     """Have an engine compute a prompt that it has, while no copy ends; returns the copier."""
     held = engine.hold(saves=True)
@@ -673,11 +696,12 @@ def brought(sharer, tokens=LONG, **options):
 
 
 # With a ring, vLLM does not have the last blocks, behind which no prefix can end.
-@pytest.mark.parametrize("family", [each for each in FAMILIES if "ring" not in each])
+without_rings = pytest.mark.parametrize("family", [each for each in FAMILIES if "ring" not in each])
+
+
+@without_rings
 @pytest.mark.parametrize("hint", [{"pin_s": 600}, {"prefetch": True}], ids=["pin", "prefetch"])
-def test_what_vllm_has_is_kept_wholly_though_few_copies_may_be_under_way(
-    sharer, tokens, family, hint
-):
+def test_what_vllm_has_is_kept_wholly_though_few_copies_may_be_under_way(sharer, family, hint):
     extra = {**slots(200), "pin_part": 1.0}
     groups = len(GROUPS[family])
     alone = sharer(family=family, extra=extra, usable_blocks=22 * groups)
@@ -689,19 +713,15 @@ def test_what_vllm_has_is_kept_wholly_though_few_copies_may_be_under_way(
     assert_clean(alone)
     assert (alone.count("blocks_dropped"), alone.count("pins_refused")) == (0, 0)
     assert pinned(alone) == (kept(alone) if "pin_s" in hint else 0)
-    other = sharer(family=family)
-    other.generate([*LONG, 5], 6)
-    assert other.count("tokens_from_host") == 20 * BLOCK
-    assert not other.failures()
+    assert brought(sharer, family=family) == 20
 
 
-def test_copies_of_what_waits_hold_no_more_than_others(small, tokens):
+def test_copies_of_what_waits_hold_no_more_than_others(small):
     alone = small()
     held = ask(alone, hints(pin_s=600))
     assert (under_way(alone), pinned(alone)) == (10, 0)
     other = prompt(12 * BLOCK, seed=1)
-    request_id = alone.submit(other, params=hints(pin_s=600))
-    alone.run(lambda: alone.done(request_id))
+    compute(alone, other, params=hints(pin_s=600))
     assert under_way(alone) == 10
     held.open()
     assert_clean(alone)
@@ -712,8 +732,7 @@ def test_what_vllm_evicts_before_its_turn_is_counted(small, sharer):
     alone = small()
     held = ask(alone, hints(pin_s=600))
     for seed in (1, 2):
-        request_id = alone.submit(prompt(20 * BLOCK, seed=seed), params=hints(cache="no"))
-        alone.run(lambda: alone.done(request_id))  # noqa: B023
+        compute(alone, prompt(20 * BLOCK, seed=seed), params=hints(cache="no"))
     held.open()
     assert_clean(alone)
     assert (kept(alone), pinned(alone)) == (10, 10)
@@ -757,14 +776,12 @@ def test_what_waits_is_void_with_its_weights(small):
     assert (kept(alone), pinned(alone), alone.usage) == (0, 0, (0, 0, 0))
 
 
-# With a ring, vLLM does not have the last blocks, behind which no prefix can end.
-@pytest.mark.parametrize("family", [each for each in FAMILIES if "ring" not in each])
-def test_a_prompt_of_more_blocks_than_copies_may_hold_is_kept_wholly(sharer, tokens, family):
+@without_rings
+def test_a_prompt_of_more_blocks_than_copies_may_hold_is_kept_wholly(sharer, family):
     groups = len(GROUPS[family])
     alone = sharer(family=family, extra=slots(200), usable_blocks=28 * groups)
     held = alone.hold(saves=True)
-    request_id = alone.submit([*LONG, 5])
-    alone.run(lambda: alone.done(request_id))
+    compute(alone, [*LONG, 5])
     assert 0 < under_way(alone) <= (28 * groups + 1) // 4
     held.open()
     assert_clean(alone)
@@ -778,8 +795,7 @@ def test_new_blocks_that_vllm_evicts_before_their_turn_are_dropped(sharer):
     alone = sharer(extra=slots(200), usable_blocks=40)
     held = alone.hold(saves=True)
     for seed in range(3):
-        request_id = alone.submit(prompt(20 * BLOCK, seed=seed))
-        alone.run(lambda: alone.done(request_id))  # noqa: B023
+        compute(alone, prompt(20 * BLOCK, seed=seed))
     assert under_way(alone) == 10
     held.open()
     assert_clean(alone)
@@ -790,6 +806,7 @@ def test_new_blocks_that_vllm_evicts_before_their_turn_are_dropped(sharer):
 def test_no_more_blocks_wait_than_the_arena_has_slots(sharer):
     alone = sharer(extra=slots(1))
     publish(alone, LONG)
+    # Of twenty blocks one waits, and replaces the one that was kept before it.
     assert (kept(alone), alone.count("blocks_dropped")) == (1, 18)
 
 
@@ -802,8 +819,7 @@ def busy(sharer):
     `SHORT`. Its blocks have filled, and a later step considers them for the arena."""
     alone = sharer(extra=slots(64), usable_blocks=40, instant_copies=True)
     alone.submit(prompt(3, seed=9), max_tokens=100, params=hints(cache="no"))
-    request_id = alone.submit(SHORT, max_tokens=1)
-    alone.run(lambda: alone.done(request_id))
+    compute(alone, SHORT, max_tokens=1)
     assert (new(alone), kept(alone)) == (8, 0)
     return alone
 
@@ -857,8 +873,7 @@ def test_answers_that_begin_together_are_looked_at_in_different_steps(sharer, mo
 
 def test_an_engine_rests_with_nothing_that_has_filled_after_a_reset(sharer):
     alone = sharer(extra=slots(64), instant_copies=True)
-    request_id = alone.submit(SHORT, max_tokens=1)
-    alone.run(lambda: alone.done(request_id))
+    compute(alone, SHORT, max_tokens=1)
     assert new(alone) == 8
     assert alone.scheduler.reset_prefix_cache()
     assert_clean(alone)
@@ -876,8 +891,7 @@ def test_what_has_filled_is_void_with_its_weights(busy):
 def test_what_has_filled_is_not_read_from_blocks_that_vllm_has_given_to_others(
     busy, sharer, tokens
 ):
-    other = busy.submit(prompt(36 * BLOCK, seed=1), max_tokens=1, params=hints(cache="no"))
-    busy.run(lambda: busy.done(other))
+    compute(busy, prompt(36 * BLOCK, seed=1), max_tokens=1, params=hints(cache="no"))
     assert new(busy) == 8
     busy.run(lambda: not busy.scheduler.requests)
     assert_clean(busy)
@@ -922,8 +936,7 @@ def test_of_what_has_no_room_in_the_arena_the_beginning_is_kept(small, sharer, e
 def test_of_two_that_ask_for_blocks_that_wait_the_later_pin_counts(small):
     alone = small()
     held = ask(alone, hints(pin_s=0.01))
-    request_id = alone.submit(LONG, params=hints(pin_s=600))
-    alone.run(lambda: alone.done(request_id))
+    compute(alone, LONG, params=hints(pin_s=600))
     held.open()
     assert_clean(alone)
     alone.directory.pool.end_pins(inspection.now(alone.half) + 5)
