@@ -9,9 +9,11 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,6 +21,7 @@ from omni_connector.stage import distributed
 from omni_connector.stage.distributed import Distribution, _decode, _encode
 from omni_connector.stage.groups import ParallelGroups, ReceiveRole, ReceiveTopology
 
+from ..patience import lengthen_objects
 from .shared import shared_manager
 
 
@@ -70,8 +73,18 @@ def _describe(req: SimpleNamespace) -> dict[str, Any]:
     return found
 
 
-def _agree(kv: Any, rank: int, kind: str) -> None:
-    """Receives what came to some tensor-parallel ranks only; says what each rank does with it."""
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60.0
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _agree(kv: Any, rank: int, kind: str, given_up: Path) -> None:
+    """Receives what came to some tensor-parallel ranks only; says what each rank does with it.
+
+    Args:
+        given_up: made when the first rank waits no more for one that is late.
+    """
     one = rank % 2 == 1
 
     def collect(request_id, companions, manager, device):
@@ -98,11 +111,13 @@ def _agree(kv: Any, rank: int, kind: str) -> None:
     receive("companion of one", "r", companion="half")
     receive("other lengths", "long")
     if kind == "agree":
-        late = 3.0 if one else 0.0
         distributed._SLACK_S = 0.5
         real = kv.receive_multi_kv_cache
-        kv.receive_multi_kv_cache = lambda *arguments: time.sleep(late) or real(*arguments)
+        if one:
+            kv.receive_multi_kv_cache = lambda *arguments: _wait_for(given_up) or real(*arguments)
         receive("late", "r")
+        if not one:
+            given_up.touch()
         distributed._SLACK_S = 30.0
         kv.receive_multi_kv_cache = real
 
@@ -121,6 +136,7 @@ def _agree(kv: Any, rank: int, kind: str) -> None:
 
 
 def main(kind: str, rank: int, world: int, meeting: str) -> None:
+    lengthen_objects(pytest.MonkeyPatch())
     dist.init_process_group(
         "gloo",
         init_method=f"file://{meeting}",
@@ -152,7 +168,7 @@ def main(kind: str, rank: int, world: int, meeting: str) -> None:
         sys.stdout.flush()
 
     if kind in ("agree", "both"):
-        _agree(kv, rank, kind)
+        _agree(kv, rank, kind, Path(meeting).with_suffix(".given-up"))
         os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts
     for request_id in ("r", "never sent", "q"):
         req = _request(request_id)
@@ -178,7 +194,7 @@ def main(kind: str, rank: int, world: int, meeting: str) -> None:
     value = {"t": [shared.t(), shared, shared, torch.tensor(7, dtype=torch.bfloat16)],
              "e": torch.empty(0, 3, dtype=torch.float8_e4m3fn), "n": None}  # fmt: skip
     role = ReceiveRole.FOLLOWER if rank else ReceiveRole.LEADER
-    passing = Distribution(ReceiveTopology(role, world=dist.group.WORLD), 20.0)
+    passing = Distribution(ReceiveTopology(role, world=dist.group.WORLD), 60.0)
     if rank == 0:
         passing.give([_encode(value)])
     got = _decode(passing.take()) if rank else value

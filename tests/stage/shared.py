@@ -7,6 +7,8 @@ from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.groups import ParallelGroups
 from omni_connector.stage.manager import OmniKVTransferManager
 
+from ..patience import PATIENCE_S
+
 
 def shared_manager(
     *, groups: ParallelGroups | None = None, extra: dict[str, Any] | None = None, **config: Any
@@ -25,6 +27,6 @@ def shared_manager(
         "stage_id": 1,
         "need_send_cache": True,
         "need_recv_cache": True,
-        "recv_timeout": 20.0,
+        "recv_timeout": PATIENCE_S,
     }
     return OmniKVTransferManager(OmniKVCacheConfig(**settings | config), parallel_groups=groups)

@@ -403,7 +403,11 @@ def test_at_the_deadline_no_further_part_is_asked_for() -> None:
     assert len(connector.gets) == 1
 
 
-def test_a_connector_of_ours_waits_no_longer_than_the_manager() -> None:
+def test_a_connector_of_ours_waits_no_longer_than_the_manager(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "LEAST_ASK_S", 0.5)
+
     class Silent(OmniConnector):
         transport = "silent"
         store_object = drop_objects = close = lambda self, *arguments: None
