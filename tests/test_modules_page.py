@@ -3,23 +3,19 @@
 
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from .scripts import module_at
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "modules_page.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = spec_from_file_location("modules_page", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(SCRIPT)
 
 
 def test_the_page_is_the_one_that_the_script_makes_now() -> None:

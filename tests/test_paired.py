@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`benchmarks/paired.py`: what it reads in tables, and what it makes of two runs."""
 
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from .scripts import module_at
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -30,12 +31,7 @@ More.
 
 @pytest.fixture(scope="module")
 def paired() -> Any:
-    spec = spec_from_file_location("paired", FOLDER / "paired.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(FOLDER / "paired.py")
 
 
 def test_numbers_are_named_by_table_row_and_column(paired: Any) -> None:

@@ -1,28 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """`benchmarks/traces.py`: the conversations that it makes."""
 
-import sys
 from collections import Counter
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import pytest
 
+from .scripts import module_at
+
 VOCABULARY = range(3, 512)
 
 
 @pytest.fixture(scope="module")
 def traces() -> Any:
-    path = Path(__file__).parents[1] / "benchmarks" / "traces.py"
-    spec = spec_from_file_location("traces", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # its data classes look themselves up
-    spec.loader.exec_module(module)
-    return module
+    return module_at(Path(__file__).parents[1] / "benchmarks" / "traces.py")
 
 
 def test_a_seed_gives_the_same_conversations_and_another_one_others(traces: Any) -> None:

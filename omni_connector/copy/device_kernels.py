@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that run on a CUDA device: C that is shipped as PTX, of which the driver makes code for
-the device at hand."""
+"""Kernels that run on a CUDA device: written in C, shipped as PTX, compiled by the driver for the
+device at hand."""
 
 import ctypes
 import logging

@@ -120,7 +120,8 @@ class HandoffCosts:
         computing = self._computing.get(size, ())
         if loads is None or len(loads.seconds) < SAMPLES or len(computing) < SAMPLES:
             return False
-        loading, alone = median(loads.seconds), median(computing)
+        loading = median(loads.seconds)
+        alone = median(computing)
         saved = (1 + others) * max(0.0, alone - self._shortest_step(size))
         loads.refused = loading > (STAY if loads.refused else MARGIN) * saved
         if not loads.refused:

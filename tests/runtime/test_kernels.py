@@ -6,27 +6,18 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.scripts import module_at
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "compile_kernels.py"
 
 
-def loaded() -> ModuleType:
-    spec = spec_from_file_location("compile_kernels", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-script: Any = loaded()
+script: Any = module_at(SCRIPT)
 KERNELS = script.kernels()
 MADE = [target for source in KERNELS for target in script.targets(source)]
 each_kernel = pytest.mark.parametrize("source", KERNELS, ids=lambda source: source.stem)
