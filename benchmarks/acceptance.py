@@ -19,7 +19,6 @@ instance; `--mt-bench` asks what vLLM's test asks.
 
 import argparse
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -30,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from machine import machine, yields
 from numpy.typing import NDArray
-from serving import NONE, OURS, RESULTS, Place, cores, machine, started
+from serving import NONE, OURS, RESULTS, Place, cores, started
 
 from omni_connector.cli.engines import running
 from omni_connector.testing.engines import Engine
@@ -338,7 +338,7 @@ def main() -> int:
         methods = ("eagle",)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     command = " ".join(["python benchmarks/acceptance.py", *sys.argv[1:]])
-    about = machine(command, os.getloadavg()[0])
+    about = f"`{command}`: {machine()}.{yields()}"
     # Short, because the paths of Unix sockets are.
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
         if arguments.port is not None:

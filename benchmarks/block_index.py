@@ -16,7 +16,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from unittest.mock import patch
 
 import matplotlib as mpl
 import numpy as np
+from machine import machine
 
 from omni_connector.arena import block_index
 from omni_connector.arena.block_index import (
@@ -205,9 +205,7 @@ def markdown(results: dict[str, Any], command: str) -> str:
     lines = [
         "# Looking blocks up in the indexes of peers",
         "",
-        f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
-        f"Linux {platform.release()}, Python {platform.python_version()}, "
-        f"numpy {np.__version__}.",
+        f"`{command}`: {machine()}, numpy {np.__version__}.",
         "",
         f"## A prompt of {BLOCKS} blocks, {results['slots']:,} slots an engine",
         "",

@@ -16,7 +16,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from machine import machine
 
 from omni_connector.config import MooncakeSettings, StoreSettings
 from omni_connector.handoff.channel import ControlChannel
@@ -634,8 +634,7 @@ def markdown(measured: Measured, command: str) -> str:
     lines = [
         "# Engines of a cluster",
         "",
-        f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
+        f"`{command}`: {machine()}.",
         "",
         "What the figures mean is in [docs/scale.md](../../docs/scale.md).",
         "",

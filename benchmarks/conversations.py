@@ -43,6 +43,7 @@ from typing import Any
 import lmcache_server
 import matplotlib as mpl
 import numpy as np
+from machine import machine, yields
 from serving import (
     NIXL,
     NIXL_THREADS,
@@ -51,7 +52,6 @@ from serving import (
     Place,
     Sizes,
     cores,
-    machine,
     nixl_installed,
 )
 from traces import Turn, dialogues
@@ -488,9 +488,8 @@ def main() -> int:
     # Asked to end, stop the engines on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     output.mkdir(parents=True, exist_ok=True)
-    about = machine(
-        " ".join(["python benchmarks/conversations.py", *sys.argv[1:]]), os.getloadavg()[0]
-    )
+    command = " ".join(["python benchmarks/conversations.py", *sys.argv[1:]])
+    about = f"`{command}`: {machine()}.{yields()}"
     cache_bytes = workload.cache_tokens() * TOKEN_BYTES
     # Short, because the paths of Unix sockets are.
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:

@@ -17,8 +17,6 @@ writes results/data_plane.md and results/data_plane.png beside this file.
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -33,6 +31,7 @@ import matplotlib as mpl
 import msgspec
 import numpy as np
 import torch
+from machine import machine
 
 from omni_connector.copy.choice import make_copier
 from omni_connector.copy.copier import BlockCopy
@@ -286,24 +285,12 @@ def beside(
     )
 
 
-def machine() -> str:
-    """One line on where this ran."""
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    load = Path("/proc/loadavg").read_text().split()[0]
-    return f"{model}, {os.cpu_count()} cores, load average {load}"
-
-
 def markdown(rows: list[dict[str, Any]], command: str, repeats: int) -> str:
     """The table."""
     lines = [
         "# Data plane: blocks from one process to another",
         "",
-        f"`{command}`: {machine()}; Linux {platform.release()}, Python "
-        f"{platform.python_version()}, numpy {np.__version__}.",
+        f"`{command}`: {machine()}, numpy {np.__version__}.",
         "",
         f"{LAYERS} layers; one thread works at a time. Rates in GB/s of payload, medians of "
         f"{repeats} runs; in brackets the median ratio to a numpy memcpy of as many bytes just "

@@ -21,7 +21,6 @@ CPUs, and shows that it runs; the results are not written.
 """
 
 import argparse
-import platform
 import statistics
 import tempfile
 import time
@@ -34,8 +33,9 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import torch
-from data_plane import RESULTS, machine
+from data_plane import RESULTS
 from load_beside_save import Rank
+from machine import machine
 from numpy.typing import NDArray
 from unlike_engines import InPlace
 
@@ -385,8 +385,7 @@ def markdown(
     lines = [
         "# Blocks from a device to an arena and back",
         "",
-        f"{about}; {machine()}; Linux {platform.release()}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}.",
+        f"{about}; {machine()}, torch {torch.__version__}.",
         "",
         f"Scattered blocks of {LAYERS} layers. Rates in GB/s of payload, medians of {repeats} runs;"
         " in brackets the median ratio to one plain copy of as many bytes, the same way, between "

@@ -12,8 +12,6 @@ Mooncake's traces and takes the place of the conversations made here.
 """
 
 import argparse
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +19,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from machine import machine
 from policies import ARC, LRU, S3FIFO, SecondSight, belady, hits_of
 from traces import Trace, agents, block_key, conversations, of_file
 
@@ -120,8 +119,7 @@ def markdown(
     lines = [
         "# Which cached blocks go first",
         "",
-        f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
+        f"`{command}`: {machine()}.",
         "",
         "Hits in percent of all blocks that the prompts of a trace have, where a cache holds the "
         "share of its distinct blocks that stands above the column. A block is a hit if all before "

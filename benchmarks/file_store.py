@@ -13,7 +13,6 @@ writes results/file_store.md and results/file_store.png beside this file.
 import argparse
 import contextlib
 import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from machine import machine
 
 from omni_connector.config import FileStoreSettings
 from omni_connector.stores.file_store import FileBlockStore
@@ -226,12 +226,8 @@ def main() -> None:
             name = f"{count} x {named(size)}"
             nbytes[name] = count * size
             results[name] = measure(Path(place), count, size, rounds)
-    load = Path("/proc/loadavg").read_text().split()[0]
     command = "python benchmarks/file_store.py" + (" --quick" if arguments.quick else "")
-    head = (
-        f"`{command}`: {os.cpu_count()} cores, load average {load}; Linux {platform.release()}, "
-        f"Python {platform.python_version()}; {rounds} rounds."
-    )
+    head = f"`{command}`: {machine()}; {rounds} rounds."
     text = markdown(results, nbytes, head)
     print(text)
     arguments.output.mkdir(parents=True, exist_ok=True)

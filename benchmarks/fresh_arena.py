@@ -11,14 +11,14 @@ writes results/fresh_arena.md beside this file.
 """
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from data_plane import FULL, LAYERS, RESULTS, Cache, Memcpy, block_ids, machine, timed
+from data_plane import FULL, LAYERS, RESULTS, Cache, Memcpy, block_ids, timed
+from machine import machine
 
 from omni_connector.arena.arena import Arena, ArenaView
 from omni_connector.arena.huge_pages import explain
@@ -151,8 +151,7 @@ def markdown(
     lines = [
         "# A hand-off in an arena that was never used",
         "",
-        f"`{command}`: {machine()}; Linux {platform.release()}, Python "
-        f"{platform.python_version()}, numpy {np.__version__}. Pages: {explain(setting)}.",
+        f"`{command}`: {machine()}, numpy {np.__version__}. Pages: {explain(setting)}.",
         "",
         f"{size / 1e6:.0f} MB ({BLOCKS} scattered blocks of {LAYERS} layers, pages of "
         f"{PAGE_BYTES >> 10} KiB), with checksums. Milliseconds, medians of {rounds} rounds; the "

@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import importlib.util
 import os
-import platform
 import random
 import signal
 import statistics
@@ -35,6 +34,7 @@ from typing import Any, Protocol
 
 import matplotlib as mpl
 import numpy as np
+from machine import machine, yields
 
 from omni_connector.testing import no_op
 from omni_connector.testing.engines import Client, Engine, completion, prefill
@@ -231,17 +231,6 @@ def summary(tokens: int, samples: list[Sample]) -> str:
     )
 
 
-def yields() -> str:
-    """What is to be said of processes that yield; "" where they do what vLLM does."""
-    if os.sched_yield.__module__ != "sitecustomize":
-        return ""
-    return (
-        " vLLM's processes sleep for 20 µs where they would yield "
-        "(`PYTHONPATH=tests/e2e/site`): Linux 6.18 keeps others off a core that yields "
-        "([why](../../docs/troubleshooting.md#engines-that-share-cpu-cores))."
-    )
-
-
 def markdown(
     results: dict[str, dict[int, list[Sample]]],
     command: str,
@@ -255,8 +244,7 @@ def markdown(
     lines = [
         f"# {title}",
         "",
-        f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}.{yields()}",
+        f"`{command}`: {machine()}.{yields()}",
         "",
         "Model of 128 KiB of KV a token, one core an engine. Milliseconds at a client, medians of "
         f"{repeats}. *remote*: first token with the KV {where}; *local*: with the "

@@ -11,8 +11,6 @@ writes results/handoff_open.md beside this file. Each figure is the least of sev
 
 import argparse
 import hashlib
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from machine import machine
 from vllm.v1.core.block_pool import BlockPool
 
 from omni_connector.handoff.leases import Handoff, SlotDirectory
@@ -134,8 +133,7 @@ def markdown(opens: dict[str, float], pool: float, command: str) -> str:
     lines = [
         "# Preparing a hand-off of 128k tokens",
         "",
-        f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
+        f"`{command}`: {machine()}.",
         "",
         f"Milliseconds on the engine's thread for {BLOCKS} blocks in an arena of {SLOTS} slots, "
         "all in use or cached. *of vLLM's*: against vLLM's block pool, which gives as many blocks "

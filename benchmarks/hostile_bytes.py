@@ -17,13 +17,14 @@ import faulthandler
 import json
 import logging
 import os
-import platform
 import resource
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from machine import machine
 
 from tests.hostile import FOLLOWED, PARSERS, attack, opened
 
@@ -109,9 +110,7 @@ def main() -> int:
     if not options.parsers:
         (RESULTS / "hostile_bytes.md").write_text(
             "# Hostile bytes\n\n"
-            f"`python benchmarks/hostile_bytes.py`, seed {options.seed}: {os.cpu_count()} cores, "
-            f"load average {os.getloadavg()[0]:.2f}; Linux {platform.release()}, "
-            f"Python {platform.python_version()}.\n\n"
+            f"`python benchmarks/hostile_bytes.py`, seed {options.seed}: {machine()}.\n\n"
             "Valid inputs are changed by bytes and by structure. Each ends in a typed error or a "
             "clean refusal, or is still (or again) valid; anything else, a process that maps "
             f"{ROOM_BYTES >> 20} MiB more, a hang or a thread that has ended would have stopped "

@@ -37,7 +37,8 @@ from conversations import (
     replay,
     sources,
 )
-from serving import RESULTS, Place, cores, machine
+from machine import machine, yields
+from serving import RESULTS, Place, cores
 from traces import Turn, dialogues
 
 from omni_connector.testing.reference import Answer
@@ -175,7 +176,7 @@ def main() -> int:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as in conversations.py
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     command = " ".join(["python benchmarks/killed_engine.py", *sys.argv[1:]])
-    about = machine(command, os.getloadavg()[0])
+    about = f"`{command}`: {machine()}.{yields()}"
     results: dict[str, Half] = {}
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
         cache_bytes = workload.cache_tokens() * TOKEN_BYTES

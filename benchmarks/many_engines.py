@@ -13,8 +13,6 @@ writes results/many_engines.md beside this file.
 """
 
 import argparse
-import os
-import platform
 import resource
 import tempfile
 import time
@@ -27,6 +25,7 @@ from typing import Final
 
 import numpy as np
 from cluster import BLOCK, BLOCKS, ENDPOINT, ENGINES, HANDOFFS_A_S, RATE, REPLY, RESULTS, Child
+from machine import machine
 from simulated_cluster import LATENCY_S, LOAD_S, MESSAGE_S, Cluster, Engine
 
 from omni_connector.handoff.channel import MAX_PEERS
@@ -319,8 +318,7 @@ def main() -> None:
     lines = [
         "# Many engines that meet",
         "",
-        f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
+        f"`{command}`: {machine()}.",
         "",
         "*The model* is that of [docs/scale.md](../../docs/scale.md), whose constants "
         "[results/cluster.md](cluster.md) has.",

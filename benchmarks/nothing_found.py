@@ -33,7 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from serving import NONE, OURS, RESULTS, Place, cores, machine, started
+from machine import machine, yields
+from serving import NONE, OURS, RESULTS, Place, cores, started
 
 from omni_connector.testing.engines import Engine, completion
 from omni_connector.testing.models import VOCAB_SIZE
@@ -308,7 +309,7 @@ def main(arguments: Sequence[str]) -> None:
     rounds, requests = (2, 40) if given.quick else (given.rounds, given.requests)
     extra = {key: json.loads(value) for key, _, value in (s.partition("=") for s in given.setting)}
     command = " ".join(["python benchmarks/nothing_found.py", *arguments])
-    about = machine(command, os.getloadavg()[0])
+    about = f"`{command}`: {machine()}.{yields()}"
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
         place = Place(Path(folder), family="llama", max_tokens=1024, kv_cache_bytes=256 << 20)
         print(HEADING, flush=True)

@@ -16,7 +16,6 @@ writes results/objects.md and results/objects.png beside this file.
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import torch
+from machine import machine
 
 from omni_connector.objects.shm import SharedMemoryConnector
 
@@ -249,21 +249,12 @@ def ratio_of(rows: list[dict[str, float]], field: str, beside: str) -> float:
     return statistics.median(row[field] / row[beside] for row in rows)
 
 
-def machine() -> str:
-    """One line on where this ran."""
-    load = Path("/proc/loadavg").read_text().split()[0]
-    return (
-        f"{os.cpu_count()} cores, load average {load}; Linux {platform.release()}, Python "
-        f"{platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}"
-    )
-
-
 def markdown(results: dict[str, Any], command: str) -> str:
     """The tables."""
     lines = [
         "# Objects from one process to another",
         "",
-        f"`{command}`: {results['machine']}.",
+        f"`{command}`: {machine()}, numpy {np.__version__}, torch {torch.__version__}.",
         "",
         f"## {SMALL_BYTES} bytes",
         "",
@@ -366,7 +357,6 @@ def main() -> None:
     rounds, repeats = (200, 5) if arguments.quick else (1000, 15)
     sizes = (256, 2048) if arguments.quick else (1024, 2048, 8192)
     results = {
-        "machine": machine(),
         "rounds": rounds,
         "repeats": repeats,
         "latency": latency(rounds),

@@ -34,8 +34,9 @@ from typing import Any, Final
 
 import matplotlib as mpl
 import numpy as np
-from data_plane import RESULTS, machine, timed
+from data_plane import RESULTS, timed
 from load_beside_save import LAYERS, PAGE_BYTES, Rank
+from machine import machine
 from unlike_engines import InPlace
 
 from omni_connector.copy import host

@@ -27,7 +27,8 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from data_plane import KIB, RESULTS, machine
+from data_plane import KIB, RESULTS
+from machine import machine
 from paired import checkout
 
 from omni_connector.arena.arena import Arena

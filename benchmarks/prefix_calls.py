@@ -9,7 +9,6 @@ machine counts as idle.
 
 import argparse
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
+from machine import machine
 
 from omni_connector.arena.block_index import BlockIndex, BlockIndexView
 from omni_connector.arena.slot_index import Ints
@@ -184,8 +184,7 @@ def markdown(found: dict[str, tuple[list[float], float]], command: str) -> str:
     lines = [
         "# The largest calls of the shared prefix cache",
         "",
-        f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
-        f"Linux {platform.release()}, Python {platform.python_version()}.",
+        f"`{command}`: {machine()}.",
         "",
         "Milliseconds of the engine's thread, as the processor counts them; median, and the "
         "highest.",

@@ -15,12 +15,13 @@ if anything was lost, wasted or wrong.
 
 import argparse
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from machine import machine
 
 from omni_connector.testing import reference
 from omni_connector.testing.engines import Engine
@@ -129,8 +130,7 @@ def markdown(outcome: Outcome, seconds: float, command: str) -> str:
     lines = [
         "# Rolling restarts",
         "",
-        f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
+        f"`{command}`: {machine()}.",
         "",
         f"{outcome.answered} requests were answered in {seconds / 60:.1f} minutes, through "
         f"{outcome.restarts['prefill']} restarts of prefill engines and "

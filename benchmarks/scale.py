@@ -12,14 +12,14 @@ writes results/scale.md beside this file.
 import argparse
 import gc
 import itertools
-import os
-import platform
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+
+from machine import machine
 
 from omni_connector.handoff.leases import Handoff, LeaseState, SlotDirectory
 from omni_connector.handoff.prompt import Prompt
@@ -142,8 +142,7 @@ def markdown(results: dict[tuple[int, int], dict[str, float]], command: str) -> 
     lines = [
         "# The slot directory by size",
         "",
-        f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
+        f"`{command}`: {machine()}.",
         "",
         f"Microseconds for one call, medians. Each hand-off has {BLOCKS} blocks and is leased by "
         f"one of {PEERS} peers; as many as the second column says stay open and leased. *open*: "

@@ -16,7 +16,6 @@ writes results/scheduler_step.md and results/scheduler_step.png beside this file
 import argparse
 import contextlib
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
+from machine import machine
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -394,8 +394,7 @@ def markdown(results: Results, command: str, steps: int) -> str:
     lines = [
         "# The connector's part of a step with nothing to move",
         "",
-        f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
+        f"`{command}`: {machine()}.",
         "",
         f"Microseconds, medians of {steps - warm_up(steps)} steps of vLLM's scheduler with "
         f"requests that decode; of {rounds} rounds, each in the reverse order of the one before, "

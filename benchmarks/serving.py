@@ -21,7 +21,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import platform
 import shlex
 import signal
 import statistics
@@ -34,9 +33,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import handoff
 import matplotlib as mpl
 import numpy as np
+from machine import machine, yields
 
 from omni_connector.cli.engines import running
 from omni_connector.testing.engines import MODEL_NAME, Engine
@@ -421,14 +420,6 @@ def row(results: Results, name: str, concurrent: int) -> Row:
     )
 
 
-def machine(command: str, load: float) -> str:
-    return (
-        f"`{command}`: {os.cpu_count()} cores, load average {load:.2f} at the start; "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}."
-        + handoff.yields()
-    )
-
-
 def markdown(results: Results, about: str, requests: Mapping[int, int], sizes: Sizes) -> str:
     rounds = len(results[NONE])
     counts = ", ".join(f"{count} of {concurrent}" for concurrent, count in requests.items())
@@ -530,7 +521,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     output.mkdir(parents=True, exist_ok=True)
     command = " ".join(["python benchmarks/serving.py", *sys.argv[1:]])
-    about = machine(command, os.getloadavg()[0])
+    about = f"`{command}`: {machine()}.{yields()}"
     start = time.monotonic()
     # Short, because the paths of Unix sockets are.
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:

@@ -23,7 +23,6 @@ size of the KV caches is needed):
 
 import argparse
 import json
-import os
 import signal
 import statistics
 import sys
@@ -49,7 +48,8 @@ from conversations import (
     memory_in_use,
     sources,
 )
-from serving import NIXL_THREADS, NONE, RESULTS, Place, Sizes, cores, machine, nixl_installed
+from machine import machine, yields
+from serving import NIXL_THREADS, NONE, RESULTS, Place, Sizes, cores, nixl_installed
 
 from omni_connector.cli.engines import running
 from omni_connector.testing.engines import Engine
@@ -409,7 +409,7 @@ def main() -> int:
     # Asked to end, stop the engines on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     command = " ".join(["python benchmarks/serving_prefixes.py", *sys.argv[1:]])
-    about = machine(command, os.getloadavg()[0])
+    about = f"`{command}`: {machine()}.{yields()}"
     # Short, because the paths of Unix sockets are.
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
         trace, block = arguments.trace, arguments.trace_block

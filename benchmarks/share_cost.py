@@ -12,7 +12,6 @@ writes results/share_cost.md and results/share_cost.png beside this file.
 
 import argparse
 import contextlib
-import os
 import random
 import statistics
 import sys
@@ -22,7 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
-from serving import NONE, OURS, RESULTS, Place, cores, machine, started
+from machine import machine, yields
+from serving import NONE, OURS, RESULTS, Place, cores, started
 
 from omni_connector.testing.engines import completion
 from omni_connector.testing.models import VOCAB_SIZE
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(arguments)
     command = " ".join(["python benchmarks/share_cost.py", *arguments])
-    about = machine(command, os.getloadavg()[0])
+    about = f"`{command}`: {machine()}.{yields()}"
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
         times = measure(Place(Path(folder)), 8 if given.quick else given.prompts)
     given.output.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,6 @@ writes results/short_handoffs.md and results/short_handoffs.png beside this file
 """
 
 import argparse
-import os
 import random
 import signal
 import statistics
@@ -30,7 +29,8 @@ from pathlib import Path
 
 import matplotlib as mpl
 from handoff import engines, first_token_seconds, random_prompt
-from serving import RESULTS, machine
+from machine import machine, yields
+from serving import RESULTS
 
 from omni_connector.handoff.costs import EXPLORED, SAMPLES, SLOWER
 from omni_connector.testing.engines import Client, Engine, completion, prefill
@@ -181,7 +181,7 @@ def main() -> None:
     # Asked to end, stop the engines on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     command = " ".join(["python benchmarks/short_handoffs.py", *sys.argv[1:]])
-    about = machine(command, os.getloadavg()[0])
+    about = f"`{command}`: {machine()}.{yields()}"
     # Short, because the paths of Unix sockets are.
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
         model = make_model("llama", Path(folder) / "model")

@@ -15,7 +15,6 @@ if anything was left.
 import argparse
 import itertools
 import os
-import platform
 import shutil
 import signal
 import sys
@@ -24,6 +23,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from machine import machine
 
 from omni_connector.runtime.metric_names import COUNTERS
 from omni_connector.testing.engines import Engine
@@ -148,8 +149,7 @@ def markdown(report: soak.Report, left: list[str], seconds: float, command: str)
     lines = [
         "# The soak",
         "",
-        f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
+        f"`{command}`: {machine()}.",
         "",
         f"{answered} requests in {seconds / 60:.1f} minutes, {answered / seconds:.1f} a second: "
         f"{len(report.wrong)} wrong answers, {len(report.broken)} without an answer, "

@@ -16,8 +16,6 @@ writes results/store.md and results/store.png beside this file.
 """
 
 import argparse
-import os
-import platform
 import shutil
 import socket
 import statistics
@@ -34,6 +32,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+from machine import machine
 
 from omni_connector.config import StoreSettings
 from omni_connector.objects.mooncake_store import MooncakeStoreConnector
@@ -47,6 +46,7 @@ import matplotlib.pyplot as plt
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 RESULTS = Path(__file__).parent / "results"
 EDGE = ("0", "1")
+WHEEL = "mooncake-transfer-engine-non-cuda"
 TARGET = 0.8
 LENT_BYTES = 2 * GIB
 WAIT_S = 60.0
@@ -220,16 +220,6 @@ def named(nbytes: int) -> str:
     return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
 
 
-def machine() -> str:
-    """One line on where this ran."""
-    load = Path("/proc/loadavg").read_text().split()[0]
-    wheel = "mooncake-transfer-engine-non-cuda"
-    return (
-        f"{os.cpu_count()} cores, load average {load}; Linux {platform.release()}, Python "
-        f"{platform.python_version()}, {wheel} {version(wheel)}"
-    )
-
-
 def rows_of(results: dict[str, dict[str, list[Pair]]]) -> list[str]:
     """Lines of a table."""
     lines = []
@@ -253,7 +243,7 @@ def markdown(results: dict[str, Any], command: str) -> str:
     lines = [
         "# Mooncake Store, beside Mooncake's own calls",
         "",
-        f"`{command}`: {results['machine']}.",
+        f"`{command}`: {machine()}, {WHEEL} {version(WHEEL)}.",
         "",
         f"Milliseconds, medians of {results['rounds']} (large ones: of {results['few']}). *ratio*: "
         f"Mooncake's time by ours, paired; 1 is as fast. Target: {TARGET:g}. One master, one "
@@ -308,7 +298,6 @@ def main() -> None:
         return
     rounds, few = (30, 5) if arguments.quick else (200, 25)
     results: dict[str, Any] = {
-        "machine": machine(),
         "rounds": rounds,
         "few": few,
         "objects": {},

@@ -30,7 +30,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from data_plane import KIB, RESULTS, Memcpy, machine
+from data_plane import KIB, RESULTS, Memcpy
+from machine import machine
 from unlike_engines import InPlace, fill, load_all
 
 from omni_connector.arena.arena import Arena

@@ -17,8 +17,6 @@ writes results/transfer_engine.md and results/transfer_engine.png beside this fi
 
 import argparse
 import contextlib
-import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -33,6 +31,7 @@ import matplotlib as mpl
 import msgspec
 import numpy as np
 from handoff import TOKEN_BYTES, Sample, measure, median
+from machine import machine
 
 from omni_connector.arena.arena import Arena
 from omni_connector.testing.models import make_model
@@ -177,8 +176,7 @@ def markdown(
     lines = [
         "# Mooncake's Transfer Engine, TCP on loopback",
         "",
-        f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}.",
+        f"`{command}`: {machine()}.",
         "",
         f"## {ARENA_BYTES // MIB} MiB in slots",
         "",

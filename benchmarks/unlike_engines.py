@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from data_plane import KIB, RESULTS, Memcpy, machine
+from data_plane import KIB, RESULTS, Memcpy
+from machine import machine
 
 from omni_connector.arena.arena import Arena
 from omni_connector.arena.part_sums import PartSums, SumsLayout

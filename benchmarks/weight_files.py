@@ -20,7 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from data_plane import RESULTS, machine
+from data_plane import RESULTS
+from machine import machine
 
 from omni_connector.identity import full_digest
 from omni_connector.identity.full_digest import WeightFilesDigest
@@ -92,7 +93,7 @@ def main() -> None:
         "# The digest of all bytes of a model's files",
         "",
         f"{options.files} files of {size / 2**30:.2f} GiB in the page cache; medians of "
-        f"{options.rounds} rounds, in turns. {machine()}",
+        f"{options.rounds} rounds, in turns. {machine()}.",
         "",
         "| | seconds | GB/s | times one read |",
         "|---|---|---|---|",

@@ -10,14 +10,14 @@ writes results/weights_digest.md beside this file.
 """
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
-from data_plane import RESULTS, machine
+from data_plane import RESULTS
+from machine import machine
 
 from omni_connector.copy.loaded_weights import PIECE_BYTES, digest_of
 
@@ -103,7 +103,7 @@ def main() -> None:
             "# The digest of the weights in memory",
             "",
             f"`python benchmarks/weights_digest.py --device {given.device}`: {where}, "
-            f"Python {platform.python_version()}, torch {torch.__version__}.",
+            f"torch {torch.__version__}.",
             "",
             f"{size / MB:.0f} MB of bfloat16 in {len(weights)} tensors, one thread, pieces of "
             f"{PIECE_BYTES >> 20} MiB. Medians of {rounds} rounds; the ratio is the median over "

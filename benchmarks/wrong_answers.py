@@ -21,7 +21,6 @@ import http.client
 import importlib.util
 import itertools
 import os
-import platform
 import random
 import shutil
 import sys
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import lmcache_server
+from machine import machine
 
 from omni_connector.testing.engines import Engine, EngineError, prefill
 from omni_connector.testing.models import make_model
@@ -368,9 +368,7 @@ def markdown(rows: Sequence[tuple[Scene, str, Outcome]], command: str) -> str:
     lines = [
         "# Wrong answers",
         "",
-        f"`{command}`: {os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}; "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}; "
-        f"{versions()}.",
+        f"`{command}`: {machine()}; {versions()}.",
         "",
         f"{PROMPTS} prompts of {PROMPT_BLOCKS * BLOCK} tokens and a few more a scene, asked for at "
         "once; each answer is compared with that of an engine with the same weights and without "
