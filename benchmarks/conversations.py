@@ -40,6 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import bars
 import lmcache_server
 import matplotlib as mpl
 import numpy as np
@@ -119,7 +120,8 @@ class Replay:
         replies: in the order of the turns; of several rounds one after the other.
         seconds: for all of them.
         tokens: of the prompts, by where their KV came from, at the engines that compute prompts.
-        memory: bytes of the machine's memory that are in use more than before the engines started.
+        memory: bytes of the machine's memory that are in use more than before the engines started,
+            and what else the configuration needs.
         wrong: what was wrong with answers that were.
     """
 
@@ -277,8 +279,12 @@ def measure(
     config: Mapping[str, Any] | None,
     workload: Workload,
     expected: Sequence[Answer] | None,
+    idle: int,
 ) -> Replay:
     """One configuration.
+
+    Args:
+        idle: bytes of memory that were in use before anything of it was started.
 
     Raises:
         EngineError: an engine did not start.
@@ -290,7 +296,6 @@ def measure(
         for number, (role, core) in enumerate(zip(roles, cores(), strict=True))
     ]
     router = None if apart else RoundRobin
-    idle = memory_in_use()
     with running(pair[0], pair[1], place.folder, router_class=router) as deployment:
         # The shared prompt has been met before, by each engine.
         for port in [deployment.router.port] if apart else [engine.port for engine in pair]:
@@ -387,8 +392,9 @@ def markdown(
         "some), and those that were *computed*. With P/D: at the prefill engine, while the decode "
         "engine gets all others from it. *p50*, *p99*: milliseconds to the first token at a client "
         "of the router; *ratio*: beside no connector. *next token*: milliseconds between two "
-        "tokens, 99 %. *memory*: what the machine uses more than before the engines started, at "
-        "the end. *wrong*: answers that differ from those without a connector.",
+        "tokens, 99 %. *memory*: what the machine uses more than before the engines, and "
+        "LMCache's server, started, at the end. *wrong*: answers that differ from those without a "
+        "connector.",
         "",
         "| configuration | requests | requests/s | ratio | cache | connector | another engine "
         "| computed | p50 | p50 ratio | p99 | p99 ratio | next token | memory, MiB | wrong |",
@@ -403,15 +409,32 @@ def markdown(
     wrong = [f"- {name}: {each}" for name, found in results.items() for each in found.wrong]
     if wrong:
         lines += ["", "## Wrong", "", *wrong[:50]]
-    lines += ["", "![Time to the first token](conversations.png)"]
+    lines += ["", "![Times to the first token, and what the table says](conversations.png)"]
     return "\n".join([*lines, ""])
 
 
 def plot(results: Mapping[str, Sequence[Replay]], sessions: int, path: Path) -> None:
-    """Times to the first token: how many are below, and the median by turn."""
-    figure, (shares, turns) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    """Times to the first token: how many are below, and the median by turn; below, bars of what
+    else the table says."""
+    figure = plt.figure(figsize=(12, 7.5), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(2, 1))
+    shares, turns = above.subplots(1, 2)
+    whole = {name: Replay.of(rounds) for name, rounds in results.items()}
+    named = {"KV cache": "cache", "connector": "connector", "computed": "computed"}
+    bars.draw(
+        below.subplots(1, bars.PANELS),
+        {
+            name: bars.Bar(
+                each.requests_per_s,
+                each.gap(99),
+                {said: each.part(source) for source, said in named.items()},
+                each.memory,
+            )
+            for name, each in whole.items()
+        },
+    )
     for name, each_round in results.items():
-        each, rounds = Replay.of(each_round), len(each_round)
+        each, rounds = whole[name], len(each_round)
         times = np.array([1e3 * reply.first_token_s for reply in each.replies])
         shares.plot(np.sort(times), 100 * np.arange(1, len(times) + 1) / len(times), label=name)
         by_turn = times.reshape(rounds, -1, sessions).swapaxes(0, 1)
@@ -439,9 +462,10 @@ def compare(
             continue
         expected = [reply.answer for reply in results[NONE][0].replies] if results else None
         start = time.monotonic()
+        idle = memory_in_use()
         with configuration(name, place.folder, sizes) as config:
             try:
-                told = measure(place, name, config, workload, expected)
+                told = measure(place, name, config, workload, expected, idle)
                 results.setdefault(name, []).append(told)
             except EngineError:
                 absent[name] = reason(place.folder / "0.log")

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import bars
 import lmcache_server
 import matplotlib as mpl
 import numpy as np
@@ -210,8 +211,8 @@ class Served:
         first_tokens: seconds to the first token, one a request.
         gaps: seconds between two tokens of an answer.
         tokens: of all prompts, by where their KV came from; see `conversations.sources`.
-        memory: bytes of the machine's memory that are in use more than before the engines started;
-            NaN where somebody else has started them.
+        memory: bytes of the machine's memory that are in use more than before the engines started,
+            and what else the configuration needs; NaN where somebody else has started them.
     """
 
     requests_per_s: float
@@ -247,16 +248,19 @@ def serve(place: Place, port: int, workload: Workload, engines: Sequence[Engine]
 
 
 def measure(
-    place: Place, name: str, config: Mapping[str, Any] | None, workload: Workload
+    place: Place, name: str, config: Mapping[str, Any] | None, workload: Workload, idle: int
 ) -> Served:
-    """One load of one configuration, whose caches are empty before."""
+    """One load of one configuration, whose caches are empty before.
+
+    Args:
+        idle: bytes of memory that were in use before anything of it was started.
+    """
     apart = name in APART
     roles = ("kv_producer", "kv_consumer") if apart else ("kv_both", "kv_both")
     pair = [
         place.engine(f"{number}", None if config is None else {**config, "kv_role": role}, core)
         for number, (role, core) in enumerate(zip(roles, cores(), strict=True))
     ]
-    before = memory_in_use()
     router = None if apart else RoundRobin
     with running(pair[0], pair[1], place.folder, router_class=router) as deployment:
         served = serve(place, deployment.router.port, workload, pair[:1] if apart else pair)
@@ -265,7 +269,7 @@ def measure(
         served.first_tokens,
         served.gaps,
         served.tokens,
-        served.memory - before,
+        served.memory - idle,
     )
 
 
@@ -273,30 +277,41 @@ Results = Mapping[str, Mapping[str, Sequence[Served]]]
 """By load and configuration: the rounds."""
 
 
+def bar(rounds: Sequence[Served]) -> bars.Bar:
+    """What a configuration did with a load: the gaps of all rounds, else their medians."""
+
+    def part(source: str) -> float:
+        return 100 * statistics.median(
+            each.tokens[source] / max(1.0, each.tokens["all"]) for each in rounds
+        )
+
+    named = {"KV cache": "cache", "connector": "connector", "computed": "computed"}
+    return bars.Bar(
+        statistics.median(each.requests_per_s for each in rounds),
+        1e3 * float(np.percentile([seconds for each in rounds for seconds in each.gaps], 99)),
+        {said: part(source) for source, said in named.items()},
+        statistics.median(each.memory for each in rounds),
+    )
+
+
 def row(name: str, rounds: Sequence[Served], plain: Sequence[Served]) -> str:
     """A line of the table; ratios are paired by round."""
-
-    def median(values: Iterator[float]) -> float:
-        return statistics.median(values)
-
     first = [1e3 * seconds for each in rounds for seconds in each.first_tokens]
-    gaps = [1e3 * seconds for each in rounds for seconds in each.gaps]
     pairs = list(zip(rounds, plain, strict=False))  # a run cut short lacks some
-    faster = median(each.requests_per_s / other.requests_per_s for each, other in pairs)
-    sooner = median(
+    faster = statistics.median(each.requests_per_s / other.requests_per_s for each, other in pairs)
+    sooner = statistics.median(
         statistics.median(each.first_tokens) / statistics.median(other.first_tokens)
         for each, other in pairs
     )
-
-    def part(source: str) -> float:
-        return 100 * median(each.tokens[source] / max(1.0, each.tokens["all"]) for each in rounds)
-
-    return (
-        f"| {name} | {median(each.requests_per_s for each in rounds):.2f} | {faster:.2f} "
-        f"| {np.percentile(first, 50):.0f} | {sooner:.2f} | {np.percentile(first, 99):.0f} "
-        f"| {np.percentile(gaps, 99):.0f} | {part('KV cache'):.1f} | {part('connector'):.1f} "
-        f"| {part('computed'):.1f} | {median(each.memory for each in rounds) / 2**20:,.0f} |"
-    )
+    told = bar(rounds)
+    cells = [
+        *(name, f"{told.requests_per_s:.2f}", f"{faster:.2f}"),
+        *(f"{np.percentile(first, 50):.0f}", f"{sooner:.2f}", f"{np.percentile(first, 99):.0f}"),
+        f"{told.next_token_ms:.0f}",
+        *(f"{part:.1f}" for part in told.sources.values()),
+        f"{told.memory / 2**20:,.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 HEADER = (
@@ -326,7 +341,7 @@ def markdown(
         "*ratio*: beside no connector. *cache*, *connector*, *computed*: of the tokens of all "
         "prompts, those whose KV was in the engine's own KV cache, came through the connector, and "
         "was computed; with P/D at the prefill engine. *memory*: what the machine uses more than "
-        "before the engines started, at the end of the load.",
+        "before the engines, and LMCache's server, started, at the end of the load.",
     ]
     if any(NIXL_PD in by_name for by_name in results.values()) and not sizes.gpus:
         lines += ["", NIXL_THREADS]
@@ -336,15 +351,24 @@ def markdown(
             continue
         lines += ["", f"## `{workload.name}`", "", f"{workload}.", "", *HEADER]
         lines += [row(name, each, found[NONE]) for name, each in found.items()]
-    lines += ["", "![Time to the first token](serving_prefixes.png)"]
+    lines += ["", "![Times to the first token, and what the tables say](serving_prefixes.png)"]
     return "\n".join([*lines, ""])
 
 
 def plot(results: Results, path: Path) -> None:
-    """How many requests have their first token within a time, by load and configuration."""
-    figure, panels = plt.subplots(
-        1, len(results), figsize=(5.5 * len(results), 4.5), layout="constrained", squeeze=False
-    )
+    """How many requests have their first token within a time, by load and configuration; and the
+    tables' rest, a line for each load."""
+    figure = plt.figure(figsize=(12, 4.5 + 2.5 * len(results)), layout="constrained")
+    above, *below = figure.subfigures(
+        1 + len(results), 1, height_ratios=(2, *len(results) * [1]), squeeze=False
+    )[:, 0]
+    panels = above.subplots(1, len(results), squeeze=False)
+    for lines, (load, by_name) in zip(below, results.items(), strict=True):
+        lines.suptitle(load, fontsize=10)
+        bars.draw(
+            lines.subplots(1, bars.PANELS),
+            {name: bar(rounds) for name, rounds in by_name.items()},
+        )
     for axes, (load, by_name) in zip(panels[0], results.items(), strict=True):
         for name, rounds in by_name.items():
             times = np.sort([1e3 * seconds for each in rounds for seconds in each.first_tokens])
@@ -366,8 +390,9 @@ def compare(
         for workload in workloads:
             by_name = found.setdefault(workload.name, {name: [] for name in names})
             for name in reversed(names) if number % 2 else names:
+                idle = memory_in_use()
                 with configuration(name, place.folder, sizes) as config, place.logs_on_failure():
-                    by_name[name].append(measure(place, name, config, workload))
+                    by_name[name].append(measure(place, name, config, workload, idle))
                 told = by_name[name][-1]
                 print(f"{workload.name}: {row(name, [told], [told])}", flush=True)
                 yield {
