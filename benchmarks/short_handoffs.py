@@ -77,14 +77,26 @@ def ratio(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def pair(
-    prefiller: Client, decoder: Client, draw: random.Random, tokens: int
+    prefiller: Client, decoder: Client, draw: random.Random, tokens: int, number: int
 ) -> tuple[float, float]:
-    """Compute a fresh prompt on the decode engine, and hand another one off."""
-    computed = first_token_seconds(decoder, completion(random_prompt(draw, tokens), max_tokens=1))
-    prompt = random_prompt(draw, tokens)
-    body = completion(prompt, max_tokens=1)
-    body["kv_transfer_params"] = prefill(prefiller, prompt)
-    return computed, first_token_seconds(decoder, body)
+    """Compute a fresh prompt on the decode engine, and hand another one off; in every second pair
+    the other way round. The prefill engine computes a prompt before each."""
+
+    def compute() -> float:
+        prefiller.complete(random_prompt(draw, tokens), max_tokens=1)
+        body = completion(random_prompt(draw, tokens), max_tokens=1)
+        return first_token_seconds(decoder, body)
+
+    def hand_off() -> float:
+        prompt = random_prompt(draw, tokens)
+        body = completion(prompt, max_tokens=1)
+        body["kv_transfer_params"] = prefill(prefiller, prompt)
+        return first_token_seconds(decoder, body)
+
+    if number % 2:
+        handed_off = hand_off()
+        return compute(), handed_off
+    return compute(), hand_off()
 
 
 def refusals(decode: Engine) -> int:
@@ -110,13 +122,13 @@ def measure(model: Path, folder: Path, lengths: Sequence[int], repeats: int) -> 
         second.client() as decoder,
     ):
         # Not of the lengths that are measured, so that these are still to be learnt.
-        for _ in range(WARM_UP):
-            pair(prefiller, decoder, draw, 2 * max(lengths))
+        for number in range(WARM_UP):
+            pair(prefiller, decoder, draw, 2 * max(lengths), number)
         for tokens in lengths:
             before = refusals(second)
-            made = [pair(prefiller, decoder, draw, tokens) for _ in range(TAUGHT)]
+            made = [pair(prefiller, decoder, draw, tokens, number) for number in range(TAUGHT)]
             taught = refusals(second)
-            decided = [pair(prefiller, decoder, draw, tokens) for _ in range(repeats)]
+            decided = [pair(prefiller, decoder, draw, tokens, number) for number in range(repeats)]
             found[tokens] = Times(made[:SAMPLES], decided, refusals(second) - taught)
             if taught > before + TAUGHT - SAMPLES:
                 raise RuntimeError(f"refused before {SAMPLES} loads of {tokens} tokens were seen")
@@ -134,12 +146,15 @@ def markdown(found: dict[int, Times], about: str) -> str:
         "",
         f"A small model, {TOKEN_KIB} KiB of KV a token; one core an engine. Milliseconds from "
         "sending to the first token at a client of the decode engine, medians; *ratio*: handed off "
-        "over computed, median of pairs. The prefill engine's time is not in them.",
+        "over computed, median of pairs, of which every second one is handed off first. The prefill "
+        "engine computes a prompt before each; its time is not in them.",
         "",
         f"*each is made*: the first {SAMPLES} pairs of a length, of which the decode engine makes "
         f"every hand-off. *the engine decides*: the next {repeats}, of which it refuses those that "
         f"are slower than computing, but makes one in {EXPLORED} of these all "
-        "the same ([why](../../docs/architecture.md#hand-offs-that-are-slower-than-computing)).",
+        "the same ([why](../../docs/architecture.md#hand-offs-that-are-slower-than-computing)). It "
+        "compares a load with what the load saves: a loaded prompt waits for a step too, which "
+        "computes its last token.",
         "",
         "| tokens | each is made: computed | handed off | ratio | refused | the engine decides: "
         "computed | handed off | ratio |",
