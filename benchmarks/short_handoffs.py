@@ -146,7 +146,7 @@ def markdown(found: dict[int, Times], about: str) -> str:
         "",
         f"A small model, {TOKEN_KIB} KiB of KV a token; one core an engine. Milliseconds from "
         "sending to the first token at a client of the decode engine, medians; *ratio*: handed off "
-        "over computed, median of pairs, of which every second one is handed off first. The prefill "
+        "over computed, median of pairs, every second one handed off first. The prefill "
         "engine computes a prompt before each; its time is not in them.",
         "",
         f"*each is made*: the first {SAMPLES} pairs of a length, of which the decode engine makes "
