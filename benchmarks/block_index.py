@@ -23,6 +23,7 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
@@ -128,8 +129,7 @@ def lookups(slots: int, count: int) -> dict[tuple[str, str, int], list[float]]:
                     expected = 0 if case == "nobody has any" else BLOCKS
                     assert len(find_prefix(views, prompts[-1])[0]) == expected
                     results[native, case, engines] = timed(
-                        (lambda tags=tags, views=views: find_prefix(views, tags))
-                        for tags in prompts[:-1]
+                        partial(find_prefix, views, tags) for tags in prompts[:-1]
                     )
     host.close()
     return results
@@ -147,8 +147,8 @@ def changes(slots: int, batch: int, count: int) -> tuple[float, float]:
     [index] = host.owners
     numbers = [host.rng.choice(slots, batch, replace=False) for _ in range(count)]
     tags = random_tags(host.rng, batch)
-    added = timed((lambda each=each: index.add(tags, each, each)) for each in numbers)
-    removed = timed((lambda each=each: index.remove(each)) for each in numbers)
+    added = timed(partial(index.add, tags, each, each) for each in numbers)
+    removed = timed(partial(index.remove, each) for each in numbers)
     host.close()
     return statistics.median(added) / batch, statistics.median(removed) / batch
 
@@ -250,8 +250,8 @@ def markdown(results: dict[str, Any], command: str) -> str:
     ]
     for slots, measured in results["memory"].items():
         pairs = [*zip(*measured, strict=True), tuple(map(sum, measured))]
-        cells = " | ".join(f"{full:.1f} ({later:.1f})" for full, later in pairs)
-        lines.append(f"| {slots:,} | {cells} |")
+        parts = " | ".join(f"{full:.1f} ({later:.1f})" for full, later in pairs)
+        lines.append(f"| {slots:,} | {parts} |")
     lines += ["", "![Time of a look-up by peers](block_index.png)"]
     return "\n".join([*lines, ""])
 

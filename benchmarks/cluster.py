@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +281,8 @@ def child(role: str, number: int, key_file: str, handoffs: int) -> None:
         elif command == "cpu":
             answer = cpu_seconds(os.getpid(), main=False)
         elif command == "hand off":
-            hand_off(channels, *arguments, done)
+            addresses, number, rate = arguments
+            hand_off(channels, addresses, number, rate, done)
         elif command == "fetch":
             for address, at in arguments[0]:
                 ranges = [MemoryRange(at, 4 << 20)]
@@ -309,7 +311,7 @@ def channel_count(side: str, peers: int, key_file: Path, seconds: float) -> Coun
         before = measured.ask("cpu")
         asker.ask("hand off", server.ready, number, RATE)
         used = measured.ask("cpu") - before - idle * (time.monotonic() - began)
-        return Count(*count, idle=idle, busy=used / number)
+        return Count(count[0], count[1], count[2], idle=idle, busy=used / number)
 
 
 def fetching_count(peers: int, key_file: Path) -> Count:
@@ -455,9 +457,9 @@ def master_costs(repeats: int) -> dict[tuple[str, int], MasterCost]:
             ]
             operations: dict[str, Callable[[list[str]], list[bool]]] = {
                 "look up, missing": lambda part: store.exists(part, timeout=LONG),
-                "put": lambda part, of=lengths: store.put(part, rows[: len(of)], of, timeout=LONG),
+                "put": partial(store.put, rows=rows[:blocks], lengths=lengths, timeout=LONG),
                 "look up, there": lambda part: store.exists(part, timeout=LONG),
-                "get": lambda part, of=lengths: store.get(part, rows[: len(of)], of, timeout=LONG),
+                "get": partial(store.get, rows=rows[:blocks], lengths=lengths, timeout=LONG),
             }
             for name, operation in operations.items():
                 before = master.calls()

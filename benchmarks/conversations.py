@@ -331,7 +331,12 @@ def configuration(name: str, folder: Path, sizes: Sizes) -> Iterator[Mapping[str
         "kv_connector_extra_config": {"cpu_bytes_to_use": int(each * 2**30)},
     }
     nixl = {"kv_connector": NIXL, "kv_buffer_device": sizes.kv_buffer_device}
-    configs = {SHARE: ours, PD: ours, OFFLOADING: offloading, NIXL_PD: nixl}
+    configs: Mapping[str, Mapping[str, Any]] = {
+        SHARE: ours,
+        PD: ours,
+        OFFLOADING: offloading,
+        NIXL_PD: nixl,
+    }
     yield configs.get(name)
 
 
@@ -426,7 +431,7 @@ def plot(results: Mapping[str, Sequence[Replay]], sessions: int, path: Path) -> 
     """Times to the first token: how many are below, and the median by turn; below, bars of what
     else the table says."""
     figure = plt.figure(figsize=(12, 7.5), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(2, 1))
+    above, below = figure.subfigures(2, 1, height_ratios=(2, 1), squeeze=False)[:, 0]
     shares, turns = above.subplots(1, 2)
     whole = {name: Replay.of(rounds) for name, rounds in results.items()}
     named = {"KV cache": "cache", "connector": "connector", "computed": "computed"}

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ class Cache:
         pages = buffer.view(LAYERS, num_blocks, HEADS, TOKENS, page_bytes // (HEADS * TOKENS))
         state_bytes = page_bytes * 15 // 16
         states = buffer.view(LAYERS, num_blocks, 1, 1, page_bytes)[..., :state_bytes]
-        views = {}
+        views: dict[str, torch.Tensor] = {}
         specs = []
         for group in GROUPS[kind]:
             content = state_bytes if group == "mamba" else page_bytes
@@ -165,9 +166,7 @@ def read_peer() -> None:
             blocks = block_ids(job["order"], moved, settings["num_blocks"])
             seconds = memcpy.beside(
                 caches[job["kind"]].payload(moved),
-                lambda job=job, blocks=blocks: load(
-                    job["kind"], job["generation"], blocks, job["checksum"]
-                ),
+                partial(load, job["kind"], job["generation"], blocks, job["checksum"]),
             )
             print(json.dumps(seconds), flush=True)
 
@@ -192,6 +191,7 @@ def measure(page_bytes: int, moved_bytes: int, repeats: int, folder: Path) -> li
             for group, ids, slots in caches[kind].parts(blocks):
                 copy = BlockCopy(group, ids, arena.slots, slots, checksum)
                 sums = caches[kind].copier.save(copy)
+                assert sums is not None  # as they were asked for
                 length = caches[kind].layout.group_bytes[group]
                 for slot, each in zip(slots.tolist(), sums.tolist(), strict=True):
                     arena.publish(slot, generation, b"", length, each)
@@ -210,18 +210,20 @@ def measure(page_bytes: int, moved_bytes: int, repeats: int, folder: Path) -> li
             "num_blocks": num_blocks,
             "moved": moved,
         }
+        assert reader.stdin is not None
+        assert reader.stdout is not None
         print(json.dumps(settings), file=reader.stdin, flush=True)
         generation = 0
         for order in ORDERS:
             blocks = block_ids(order, moved, num_blocks)
             for checksum in (False, True):
-                samples = {kind: [] for kind in KINDS}
+                samples: dict[str, list[Any]] = {kind: [] for kind in KINDS}
                 for turn in range((repeats + 1) * len(KINDS)):
                     kind = KINDS[turn % len(KINDS)]
                     generation += 1
                     seconds = memcpy.beside(
                         caches[kind].payload(moved),
-                        lambda k=kind, g=generation, b=blocks, c=checksum: save(k, g, b, c),
+                        partial(save, kind, generation, blocks, checksum),
                     )
                     job = {
                         "kind": kind,

@@ -24,7 +24,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,11 +152,11 @@ def copies(
 
         def save() -> None:
             copy = BlockCopy(0, saved, arena.slots, slots, checksum, copier.fence())
-            sums.append(copier.save(copy).tolist())
+            sums.append(np.asarray(copier.save(copy)).tolist())
 
         def load() -> None:
             copy = BlockCopy(0, loaded, arena.slots, slots, checksum, copier.fence())
-            sums.append(copier.load(copy).tolist())
+            sums.append(np.asarray(copier.load(copy)).tolist())
 
         times = []
         try:
@@ -332,7 +332,9 @@ def jobs(device: Device, page: int, threads: int, moved: int, repeats: int) -> R
     return row(page, True, threads, moved, times[1:])
 
 
-def row(page: int, checksum: bool, threads: int, moved: int, times: list[tuple[float, ...]]) -> Row:
+def row(
+    page: int, checksum: bool, threads: int, moved: int, times: Sequence[tuple[float, ...]]
+) -> Row:
     """The medians of what was timed: plain copy and save, plain copy and load."""
 
     def rate(column: int) -> float:

@@ -15,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -100,12 +101,12 @@ def operations(slots: int, repeats: int) -> tuple[float, float, float]:
     new, again, told = [], [], []
     for prompt in range(filled, filled + repeats):
         mine = keys(prompt)
-        new.append(us(lambda mine=mine: copied(pool, mine)))
-        again.append(us(lambda mine=mine: copied(pool, mine)))
+        new.append(us(partial(copied, pool, mine)))
+        again.append(us(partial(copied, pool, mine)))
         numbers = pool.take([mine], [0])
         assert numbers is not None
         pool.let_go(numbers[0][0][::-1])
-        told.append(us(lambda n=numbers: pool.touch(n[0][0][::-1], n[1][0][::-1])))
+        told.append(us(partial(pool.touch, numbers[0][0][::-1], numbers[1][0][::-1])))
     each = [statistics.median(times) / size for times in (new, again, told)]
     return each[0], each[1], each[2]
 

@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,8 @@ def measure(place: Path, count: int, size: int, rounds: int) -> dict[str, list[f
         for name in ("get", "plain pread"):
             found[f"{name}, cold"] = seconds({**ours, **theirs}[name])
         with contextlib.suppress(OSError):  # this file system has none
-            found["direct write"] = seconds(lambda at=direct: write(at, rows, os.O_DIRECT))
-            found["direct pread"] = seconds(lambda at=direct: read(at, back, os.O_DIRECT))
+            found["direct write"] = seconds(partial(write, direct, rows, os.O_DIRECT))
+            found["direct pread"] = seconds(partial(read, direct, back, os.O_DIRECT))
         if not np.array_equal(rows, back):
             raise SystemExit("what came back is not what was put")
         store.discard(keys, timeout=WAIT_S)

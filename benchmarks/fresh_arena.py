@@ -85,6 +85,7 @@ def save(pair: Pair, cache: Cache, blocks: np.ndarray) -> None:
             sums = cache.copier.save(
                 BlockCopy(0, blocks[batch], pair.arena.slots, slots[batch], True)
             )
+            assert sums is not None  # as they were asked for
             for slot, each in zip(slots[batch].tolist(), sums.tolist(), strict=True):
                 pair.arena.publish(slot, pair.generation, b"", length, each)
 

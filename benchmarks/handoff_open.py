@@ -124,7 +124,11 @@ def allocating(repeats: int) -> float:
     times = []
     for _ in range(repeats):
         blocks: list[Any] = []
-        times.append(ms(lambda taken=blocks: taken.extend(pool.get_new_blocks(BLOCKS))))
+
+        def take(taken: list[Any] = blocks) -> None:
+            taken += pool.get_new_blocks(BLOCKS)
+
+        times.append(ms(take))
         pool.free_blocks(reversed(blocks))
     return statistics.median(times)
 

@@ -150,7 +150,12 @@ class Rank:
 
     def save(self) -> float:
         """Save; returns the seconds until that has ended."""
-        return timed(lambda: (self.start_save(background=False), self._end(self._saves)))
+
+        def copy() -> None:
+            self.start_save(background=False)
+            self._end(self._saves)
+
+        return timed(copy)
 
     def both(self, blocks: int) -> float:
         """Load and save at once, as if somebody waited for both; seconds until both have ended."""

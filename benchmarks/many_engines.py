@@ -215,7 +215,8 @@ class Side:
 
 
 def _sum(children: list[Child], command: str) -> np.ndarray:
-    return np.array([np.atleast_1d(each.ask(command)) for each in children]).sum(axis=0)
+    found: np.ndarray = np.sum([np.atleast_1d(each.ask(command)) for each in children], axis=0)
+    return found
 
 
 def real(key_file: Path, rate: float, seconds: float) -> tuple[Side, Side, float]:

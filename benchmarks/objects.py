@@ -83,7 +83,8 @@ class MemoryPeak:
         fields = dict(
             line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
         )
-        return tuple(int(fields[each].split()[0]) * 1024 for each in ("RssAnon", "RssShmem"))
+        own, shared = (int(fields[each].split()[0]) * 1024 for each in ("RssAnon", "RssShmem"))
+        return own, shared
 
 
 def receive() -> None:
@@ -134,12 +135,16 @@ class Receiver:
     def get(self, key: str, metadata: dict[str, Any] | None, watch: bool = False) -> dict[str, Any]:
         job = {"key": key, "metadata": metadata, "watch": watch}
         print(json.dumps(job), file=self.process.stdin, flush=True)
-        answer = self.process.stdout.readline()
-        if not answer:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
             raise SystemExit("the receiver ended early")
-        return json.loads(answer)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.close()
         if self.process.wait(END_S):
             raise SystemExit("the receiver failed")
@@ -356,7 +361,7 @@ def main() -> None:
         return
     rounds, repeats = (200, 5) if arguments.quick else (1000, 15)
     sizes = (256, 2048) if arguments.quick else (1024, 2048, 8192)
-    results = {
+    results: dict[str, Any] = {
         "rounds": rounds,
         "repeats": repeats,
         "latency": latency(rounds),

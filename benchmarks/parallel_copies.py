@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
+from unittest.mock import patch
 
 import matplotlib as mpl
 import numpy as np
@@ -352,7 +353,7 @@ def real(cores: int, copy_threads: int, repeats: int) -> tuple[Constants, dict[s
                     np.copyto(target[slot - first], alone[0].theirs.slots[slot, :SLOT_BYTES])
 
         for turn in range(repeats + 1):
-            whole = {
+            whole: dict[str, Callable[[], float]] = {
                 LOAD: lambda: mapped.load(count),
                 SAVE: mapped.save,
                 FETCH: lambda: fetched.load(count),
@@ -373,12 +374,12 @@ def real(cores: int, copy_threads: int, repeats: int) -> tuple[Constants, dict[s
                 fetches.append(fetched_in)
                 together.append(at_once)
     (load_s, load_copies), (save_s, save_copies) = (min(apart[kind]) for kind in (LOAD, SAVE))
-    load, save = BYTES / load_copies, BYTES / save_copies
+    loaded, saved = BYTES / load_copies, BYTES / save_copies
     constants = Constants(
-        load=load,
-        save=save,
+        load=loaded,
+        save=saved,
         fetch=BYTES / min(fetches),
-        bandwidth=max(load, save, len(chosen) * BYTES / min(together)),
+        bandwidth=max(loaded, saved, len(chosen) * BYTES / min(together)),
         load_piece=(load_s - load_copies) / len(_pieces(BYTES, 2)),
         save_piece=(save_s - save_copies) / len(_pieces(BYTES, 1)),
         part=part,
@@ -435,11 +436,9 @@ class TimedCopy:
     def within(self, work: Callable[[], float]) -> tuple[float, float]:
         """Seconds of some work, and of the copies in it, on one thread."""
         self.seconds = 0.0
-        host.native_copy = lambda: self  # type: ignore[assignment, return-value]
-        try:
-            return work(), self.seconds
-        finally:
-            host.native_copy = native_copy
+        with patch.object(host, "native_copy", lambda: self):
+            took = work()
+        return took, self.seconds
 
 
 def _hand_over(repeats: int) -> tuple[float, float, float]:
@@ -564,10 +563,10 @@ def main() -> int:
         "copy reads and writes each byte.",
         "",
     ]
-    for title, found in panels.items():
+    for title, by_kind in panels.items():
         rows = [
             [kind, *(f"{each:.1f} ({each / speed[0]:.1f})" for each in speed)]
-            for kind, speed in found.items()
+            for kind, speed in by_kind.items()
         ]
         lines += [f"### {title[0].upper()}{title[1:]}", ""]
         lines += table(("", *(f"{n} cores" if n > 1 else "1 core" for n in CORES)), rows)

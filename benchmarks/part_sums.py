@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -272,7 +273,7 @@ def measure(slot_bytes: int, layers: int, moved: int, repeats: int) -> tuple[lis
             if name == "parts":
                 summed.save(case.count, by_layer=False)
             nbytes, work = works[name]
-            copied = processor_time(lambda n=nbytes: np.copyto(target[:n], source[:n]))
+            copied = processor_time(partial(np.copyto, target[:nbytes], source[:nbytes]))
             took = processor_time(work)
             if turn:  # the first touches what no later one has to
                 seconds[name].append(took)

@@ -32,6 +32,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from omni_connector.prefix.saves import PrefixSaves  # noqa: E402
+from omni_connector.prefix.tails import keeps_tails  # noqa: E402
 from omni_connector.vllm_v1 import assembly  # noqa: E402
 from tests import inspection, toy  # noqa: E402
 from tests.vllm_v1.harness import GIB, InProcessEngine, wait  # noqa: E402
@@ -129,7 +130,7 @@ def engines_of(setting: Setting, model: Path, keeping: Keeping) -> Iterator[list
     slot = setting.block_size * toy.HEADS * 2 * toy.HEAD_SIZE * 2 * toy.LAYERS
     slot = -(-slot // 4096) * 4096
     size = setting.slots * slot if setting.slots else PLENTY
-    keeps = (lambda groups: False) if keeping == "full blocks" else assembly.keeps_tails
+    keeps = (lambda groups: False) if keeping == "full blocks" else keeps_tails
     methods = {name: getattr(PrefixSaves, name) for name in PROMPT_ENDS}
     if keeping != "ends of prompts":
         methods = PROMPT_ENDS

@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -25,9 +26,8 @@ from omni_connector.arena.slot_pool import SlotListing, SlotPool
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix.hints import Candidate, FilledBlocks, HintPolicy
 from omni_connector.prefix.host_blocks import HostBlocks
-from omni_connector.prefix.lookups import Held
+from omni_connector.prefix.lookups import Held, reach
 from omni_connector.prefix.neighbours import Neighbour
-from omni_connector.prefix.prompts import reach
 from omni_connector.runtime.context import PROCESS_CONTEXT
 
 RESULTS: Final = Path(__file__).parent / "results"
@@ -161,7 +161,7 @@ def measure(repeats: int) -> dict[str, tuple[list[float], float]]:
     for name, held in (("no window", nothing), ("parts of windows", scattered)):
         pairs = [(FULL, everything), (WINDOWED, held)]
         found[f"reach, {UNKNOWN:,} blocks, {name}"] = (
-            timed([lambda pairs=pairs: reach(pairs, BLOCK, 0, UNKNOWN * BLOCK)] * repeats),
+            timed([partial(reach, pairs, BLOCK, 0, UNKNOWN * BLOCK)] * repeats),
             1.0,
         )
     for tenants in (1, 64):

@@ -67,7 +67,7 @@ class Host:
 
     def make(self, side: str, port: int | None) -> Engine:
         """An engine of a side; at a port if one is given."""
-        transfer = {
+        transfer: dict[str, object] = {
             "kv_connector": "OmniKVConnector",
             "kv_role": ROLES[side],
             "kv_load_failure_policy": "recompute",

@@ -184,7 +184,9 @@ class Engine:
         self.worker.register_kv_caches(
             allocate_kv_cache(cache, device, KVCacheLayout.LBHNC, [scene.block])
         )
-        self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
+        # Its interface does not name what is used here of vLLM's own schedulers.
+        made: Any = self.config.scheduler_config.get_scheduler_cls()
+        self.scheduler = made(
             vllm_config=self.config,
             kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(self.config),

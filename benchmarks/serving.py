@@ -382,8 +382,8 @@ def measure(
                 flush=True,
             )
         if decode is not None:
-            for labels, count in decode.samples("vllm:omni_connector_failures_total"):
-                print(f"round {number}: {name}: {count:.0f} failures {labels}", flush=True)
+            for labels, failed in decode.samples("vllm:omni_connector_failures_total"):
+                print(f"round {number}: {name}: {failed:.0f} failures {labels}", flush=True)
     return loads
 
 

@@ -152,7 +152,7 @@ class Timed:
 
     @property
     def longest(self) -> int:
-        return max(line["input_length"] + line["output_length"] for line in self.lines)
+        return max(int(line["input_length"] + line["output_length"]) for line in self.lines)
 
     @property
     def distinct(self) -> int:
@@ -442,7 +442,7 @@ def main() -> int:
             trace, block = Path(folder, "trace.jsonl"), TRACE_BLOCK
             drawn_trace(trace, requests, arguments.rate, arguments.prefix_tokens // block)
         prefixes = arguments.prefixes
-        workloads = [
+        workloads: list[Workload] = [
             Repetition(
                 prefixes,
                 arguments.prefix_tokens,

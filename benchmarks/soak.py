@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,19 @@ RESULTS = Path(__file__).parent / "results"
 LEFT_S = 60.0
 STATUS_S = 3.0
 FLAT_BYTES = 8 << 20
-SHOWN = ("tokens_kept", "tokens_from_host", "handoffs_offered", "handoffs_received")
-SHOWN += ("handoffs_expired", "blocks_saved", "blocks_dropped")
+SHOWN = (
+    "tokens_kept",
+    "tokens_from_host",
+    "handoffs_offered",
+    "handoffs_received",
+    "handoffs_expired",
+    "blocks_saved",
+    "blocks_dropped",
+)
+
+
+def _is_free(engine: Engine) -> bool:
+    return not soak.held(engine)
 
 
 class Host:
@@ -103,14 +115,14 @@ def run(host: Host, requests: int, seconds: float) -> tuple[soak.Report, list[st
         for engine in pair:
             engine.wait_ready()
         for engine in pair:
-            soak.until(lambda engine=engine: not soak.held(engine), LEFT_S, "still held")
+            soak.until(partial(_is_free, engine), LEFT_S, "still held")
         time.sleep(STATUS_S)  # they have written all files that they write
         ours = soak.files(host.runtime)
         work = soak.Soak(pair, host.sharer, prompts, expected, host.weights, host.runtime)
         report = work.run(requests, seconds=seconds)
         for number, engine in enumerate(pair):
             try:
-                soak.until(lambda engine=engine: not soak.held(engine), LEFT_S, "still held")
+                soak.until(partial(_is_free, engine), LEFT_S, "still held")
             except AssertionError:
                 left.append(f"engine {number} holds {soak.held(engine)}")
         try:

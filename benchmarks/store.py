@@ -98,6 +98,7 @@ def master() -> Iterator[str]:
                 stderr=log,
                 text=True,
             )
+            assert lender.stdout is not None
             try:
                 if lender.stdout.readline() != "lent\n":
                     raise SystemExit("nobody lends the store memory")

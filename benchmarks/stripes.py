@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -205,7 +205,7 @@ class AtOnce:
     def shared(self, name: str) -> np.ndarray:
         """Slots in shared memory, `(count, slot_bytes)`."""
         path, shape = Path(self.folder) / name, (self.count, self.slot_bytes)
-        mode = "r+" if path.exists() else "w+"
+        mode: Literal["r+", "w+"] = "r+" if path.exists() else "w+"
         return np.asarray(np.memmap(path, np.uint8, mode, shape=shape))
 
 
@@ -318,7 +318,7 @@ def measure_at_once(
             process.join(MEET_S)
     ratio = statistics.median(ours / all_ for all_, ours in zip(*took, strict=True))
     speeds = [payload / statistics.median(each) / 1e9 for each in took]
-    return speeds[0], speeds[1], ratio, all(right)
+    return speeds[0], speeds[1], ratio, all(right[:])
 
 
 def main() -> int:

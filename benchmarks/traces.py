@@ -253,6 +253,9 @@ def turn_lengths(messages: Sequence[Mapping[str, str]]) -> list[tuple[int, int]]
     for question, answer in zip(messages[::2], messages[1::2], strict=False):
         if (question["from"], answer["from"]) != ("human", "gpt"):
             break
-        sizes = (max(1, len(each["value"]) // _CHARACTERS) for each in (question, answer))
-        lengths.append(tuple(min(size, _MOST_TOKENS) for size in sizes))
+        lengths.append((_tokens_of(question["value"]), _tokens_of(answer["value"])))
     return lengths
+
+
+def _tokens_of(text: str) -> int:
+    return min(max(1, len(text) // _CHARACTERS), _MOST_TOKENS)

@@ -36,6 +36,7 @@ from machine import machine
 from omni_connector.arena.arena import Arena
 from omni_connector.testing.models import make_model
 from omni_connector.transports.base import Endpoint
+from omni_connector.transports.mooncake.library import engine_module
 from omni_connector.transports.mooncake.transport import MooncakeTransport
 
 mpl.use("Agg")
@@ -93,13 +94,11 @@ class PlainRead:
     """Mooncake's own read of a peer's registered memory into registered memory."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        from mooncake.engine import TransferEngine
-
         self._peer, _, base = endpoint.address.removeprefix("tcp://").partition("/")
         self._base = int(base, 16)
         size = endpoint.n_slots * endpoint.slot_bytes
         self._target = np.ones(size, np.uint8)
-        self._engine = TransferEngine()
+        self._engine = engine_module().TransferEngine()
         if self._engine.initialize(HOST, "P2PHANDSHAKE", "tcp", ""):
             raise RuntimeError("Mooncake does not start")
         if self._engine.register_memory(self._target.ctypes.data, size):

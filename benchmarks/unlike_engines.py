@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -186,7 +187,6 @@ def shapes(side: Shape, head_bytes: int) -> list[GroupShape]:
 def compatibility(side: Shape, head_bytes: int) -> CompatibilityKey:
     """What a side says of itself."""
     first, *later = ((group,) for group in shapes(side, head_bytes))
-    stages = {"later_stages": tuple(later)} if later else {}
     return CompatibilityKey(
         model="m",
         dtype="bfloat16",
@@ -195,7 +195,7 @@ def compatibility(side: Shape, head_bytes: int) -> CompatibilityKey:
         kv_heads=HEADS,
         ranks=side.ranks,
         groups=first,
-        **stages,
+        later_stages=tuple(later) or msgspec.UNSET,
     )
 
 
@@ -285,7 +285,9 @@ class Load:
         return True
 
 
-def measure(page_kib: int, megabytes: int, repeats: int) -> tuple[list[tuple[float, ...]], bool]:
+def measure(
+    page_kib: int, megabytes: int, repeats: int
+) -> tuple[list[tuple[float, float, float]], bool]:
     """For each scene memcpy and load in GB/s, and the median of memcpy's time by the load's."""
     head_bytes = page_kib * KIB // (HEADS * TOKENS)
     tokens = megabytes * 1_000_000 // (page_kib * KIB * LAYERS) // 2 * 2 * TOKENS
