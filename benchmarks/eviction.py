@@ -62,7 +62,7 @@ def slot_pool(size: int, trace: Trace) -> int:
 
 POLICIES: dict[str, Callable[[int, Trace], int]] = {
     "LRU": lambda size, trace: hits_of(LRU(size), trace),
-    "LRU, second sight": lambda size, trace: hits_of(SecondSight(size), trace),
+    "LRU, second hit": lambda size, trace: hits_of(SecondSight(size), trace),
     "ARC": lambda size, trace: hits_of(ARC(size), trace),
     "S3-FIFO": lambda size, trace: hits_of(S3FIFO(size), trace),
     OURS: slot_pool,
@@ -124,7 +124,7 @@ def markdown(
         "",
         "Hits in percent of all blocks that the prompts of a trace have, where a cache holds the "
         "share of its distinct blocks that stands above the column. A block is a hit if all before "
-        "it are. *second sight*: a block is kept when it is seen again, and not when it is first "
+        "it are. *second hit*: a block is kept when it is seen again, and not when it is first "
         "seen. *Belady*: always the block goes that is used last; no policy that does not know the "
         "future can do better.",
     ]

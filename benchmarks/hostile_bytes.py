@@ -80,6 +80,7 @@ def main() -> int:
     arguments.add_argument("--inputs", type=int, default=1_000_000)
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--quick", action="store_true", help="20,000 inputs each")
+    arguments.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     arguments.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = arguments.parse_args()
     inputs = min(options.inputs, 20_000) if options.quick else options.inputs
@@ -108,7 +109,8 @@ def main() -> int:
         print(f"failed: {', '.join(failed)}")
         return 1
     if not options.parsers:
-        (RESULTS / "hostile_bytes.md").write_text(
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "hostile_bytes.md").write_text(
             "# Hostile bytes\n\n"
             f"`python benchmarks/hostile_bytes.py`, seed {options.seed}: {machine()}.\n\n"
             "Valid inputs are changed by bytes and by structure. Each ends in a typed error or a "

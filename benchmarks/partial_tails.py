@@ -233,6 +233,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--without-thoughts", action="store_true")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     sessions, most = (3, 4) if options.quick else (options.sessions, options.turns)
     turns = dialogues(sessions, most, VOCABULARY)
@@ -260,7 +261,7 @@ def main() -> int:
             rows.append((setting, counts))
             print(setting, *counts, flush=True)
     name = "prompt_tails" if options.without_thoughts else "partial_tails"
-    write(name, rows, sessions, most)
+    write(options.output / f"{name}.md", rows, sessions, most)
     return 0
 
 
@@ -281,13 +282,13 @@ HEADS: Final[dict[Template, str]] = {
 
 
 def write(
-    name: str,
+    page: Path,
     rows: Sequence[tuple[Setting, list[Counted]]],
     sessions: int,
     turns: int,
 ) -> None:
-    """Write the page of this name in results/."""
-    option = " --without-thoughts" if name == "prompt_tails" else ""
+    """Write the page."""
+    option = " --without-thoughts" if page.stem == "prompt_tails" else ""
     lines = [
         "# Hits within blocks, in conversations" + (" without thoughts" if option else ""),
         "",
@@ -320,8 +321,8 @@ def write(
             left = " → ".join(f"{of.computed:,}" for of in counts)
             lines.append(f"| {setting} | {' | '.join(hits)} | {left} |")
         lines.append("")
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text("\n".join(lines))
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("\n".join(lines))
 
 
 if __name__ == "__main__":

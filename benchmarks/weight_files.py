@@ -16,6 +16,7 @@ import os
 import queue
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="less of all")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     if options.quick:
         options.gib, options.rounds = 0.1, 2
@@ -89,11 +91,14 @@ def main() -> None:
     gb = size * options.files / 1e9
     ratios = statistics.median(first / once for once, first, _ in rounds)
     seconds = [statistics.median(each) for each in zip(*rounds, strict=True)]
+    command = " ".join(["python benchmarks/weight_files.py", *sys.argv[1:]])
     lines = [
         "# The digest of all bytes of a model's files",
         "",
+        f"`{command}`: {machine()}.",
+        "",
         f"{options.files} files of {size / 2**30:.2f} GiB in the page cache; medians of "
-        f"{options.rounds} rounds, in turns. {machine()}.",
+        f"{options.rounds} rounds, in turns.",
         "",
         "| | seconds | GB/s | times one read |",
         "|---|---|---|---|",
@@ -106,7 +111,8 @@ def main() -> None:
         "large file in Hugging Face's cache, of which nothing is read.",
         "",
     ]
-    (RESULTS / "weight_files.md").write_text("\n".join(lines))
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "weight_files.md").write_text("\n".join(lines))
     print("\n".join(lines))
 
 

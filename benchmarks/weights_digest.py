@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -72,6 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer layers and rounds")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args()
     device = torch.device(given.device)
     torch.set_num_threads(1)
@@ -117,7 +119,8 @@ def main() -> None:
     )
     print(text)
     if not given.quick:
-        (RESULTS / "weights_digest.md").write_text(text)
+        given.output.mkdir(parents=True, exist_ok=True)
+        (given.output / "weights_digest.md").write_text(text)
 
 
 if __name__ == "__main__":

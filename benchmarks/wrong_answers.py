@@ -384,6 +384,9 @@ def markdown(rows: Sequence[tuple[Scene, str, Outcome]], command: str) -> str:
         "prompts off, and shares no prefixes. MooncakeConnector does not start on a CPU: its "
         "worker asks PyTorch for the number of an accelerator.",
         "",
+        "What a killed prefill engine had computed is still in its arena, which the decode engine "
+        "has mapped: OmniKVConnector loads it from there.",
+        "",
         "| scene | connector | right | wrong | error | none | longest, s | moved | leaked |",
         "|:--|:--|--:|--:|--:|--:|--:|--:|--:|",
     ]
