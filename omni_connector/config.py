@@ -42,8 +42,8 @@ MAX_ORPHAN_S: Final = 86400.0
 
 Admission = Literal["auto", "all", "second_hit"]
 """Which new blocks an arena keeps. `all`: every one. `second_hit`: a block that was there or was
-passed over not long ago. `auto`: every one until the arena is full, and then as long as at least
-one in 32 is used again; else at the second hit."""
+passed over not long ago. `auto`: every one until the arena is full, and then, of prompts of each
+depth, as long as one in `eviction.WORTH` is used again; else at the second hit."""
 
 HintName = Literal["no", "prefetch", "high", "pin_s", "thinking"]
 """A hint of a request: `no` and `high` are values of `cache`."""

@@ -20,8 +20,8 @@ from omni_connector.net.orders import DRAIN, ROLE, Role, Service, give_order, ta
 from omni_connector.net.status import EngineStatus, label, plain, read_each
 
 NOTICE_S: Final = 10.0
-"""Longest wait in seconds until an engine obeys: it reads orders twice a second, or once while it
-is idle, and writes its status as often."""
+"""Longest wait in seconds until an engine obeys: it reads orders twice a second, or every 5 s
+while it is idle, and writes its status then."""
 
 # Seconds between two looks at whether the engines have obeyed.
 _POLL_S: Final = 0.2
@@ -138,7 +138,7 @@ def role(engine: str, wanted: Role, namespace: str | None) -> int:
     """Give an engine another role; return the exit status.
 
     Args:
-        engine: beginning of its id; "" if it is the only one of its namespace.
+        engine: beginning of its id.
         wanted: the role.
         namespace: of the engine; None for the environment's.
 

@@ -108,7 +108,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
         host: name of its host, or of its container.
         pid: of the process of its scheduler half, as that process sees it.
         vllm, omni_connector: their versions.
-        ranks: its tensor-parallel size.
+        ranks: how many have an arena, of all its pipeline stages together.
         arena_bytes: of the arenas of all ranks; 0 where it has none.
         started, written: seconds of Unix time. All else is as of `written` or later.
         usage: as it is now.

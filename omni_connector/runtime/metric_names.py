@@ -28,7 +28,8 @@ COUNTERS: Final = {
     "tokens_from_tails": "Part of these: tokens in blocks in which prompts or requests have ended.",
     "tokens_from_others": "Prompt tokens that a connector beside this one loads, where it shares.",
     "blocks_stored": "KV blocks that the shared store took, or had already.",
-    "blocks_dropped": "KV blocks not stored, as too many were on their way.",
+    "blocks_dropped": "KV blocks not kept or stored: too many were on their way, no slot was free, "
+    "or vLLM had evicted them.",
     "blocks_passed_over": "KV blocks not kept, being new where hardly any are used again.",
     "tails_kept": "Ends of prompts and requests within a block that were kept.",
     "answers_cut": "Answers kept up to where the model begins to think, and not beyond.",

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of `deploy/` keep their schemas, and their settings are those of the code."""
 
+import importlib
+import itertools
 import json
 import re
 import shlex
@@ -16,6 +18,7 @@ from omni_connector.cli.dashboard import FILES
 from omni_connector.cli.main import main
 from omni_connector.config import OmniConfig
 from omni_connector.runtime.metric_names import COUNTERS, GAUGES
+from omni_connector.vllm_v1.drain_middleware import DrainMiddleware
 from tests.docs.pages import block
 
 yaml = pytest.importorskip("yaml")
@@ -52,6 +55,30 @@ def test_the_settings_of_a_manifest_are_right(path: Path) -> None:
         check(transfer)
 
 
+def stops_without_loss(arguments: list[str], seconds_until_killed: float) -> None:
+    """An engine with these arguments ends before it is killed: the middleware may wait for its
+    time-out, and then vLLM for the same."""
+    given = dict(each.split("=", 1) for each in arguments if "=" in each and each.startswith("--"))
+    module, _, name = given["--middleware"].rpartition(".")
+    assert issubclass(getattr(importlib.import_module(module), name), DrainMiddleware)
+    assert 0 < 2 * float(given["--shutdown-timeout"]) <= seconds_until_killed
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_each_engine_of_a_manifest_stops_without_loss(path: Path) -> None:
+    engines = 0
+    for document in yaml.safe_load_all(path.read_text("utf-8")):
+        pod = document["spec"].get("template", {}).get("spec", {})
+        for container in pod.get("containers", ()):
+            if "--kv-transfer-config" in container.get("args", ()):
+                engines += 1
+                stops_without_loss(container["args"], pod["terminationGracePeriodSeconds"])
+                [port] = [each["containerPort"] for each in container["ports"]]
+                assert f"--port={port}" in container["args"]
+                assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": port}
+    assert engines
+
+
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
 def test_each_engine_of_a_manifest_has_a_private_runtime_folder(path: Path) -> None:
     for document in yaml.safe_load_all(path.read_text("utf-8")):
@@ -82,6 +109,9 @@ def test_the_settings_of_the_compose_file_are_right() -> None:
     for transfer in found:
         check(transfer)
     assert set(document["services"]) == {"prefill", "decode", "router"}
+    for name in ("prefill", "decode"):
+        engine = document["services"][name]
+        stops_without_loss(engine["command"], float(engine["stop_grace_period"].removesuffix("s")))
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
@@ -90,6 +120,12 @@ def test_the_command_of_a_unit_is_right(path: Path) -> None:
     words = shlex.split(command)
     if "--kv-transfer-config" in words:
         check(json.loads(words[words.index("--kv-transfer-config") + 1]))
+        options = [f"{name}={value}" for name, value in itertools.pairwise(words)]
+        unit = dict(
+            line.split("=", 1) for line in path.read_text("utf-8").splitlines() if "=" in line
+        )
+        stops_without_loss(options, float(unit["TimeoutStopSec"]))
+        assert unit["KillMode"] == "mixed"
     else:
         assert words[1] == "vllm-router"
 
@@ -129,3 +165,12 @@ def test_alerts_ask_for_metrics_that_there_are(capsys: pytest.CaptureFixture[str
     there = {f"{name}_total" for name in (*COUNTERS, "failures")} | {*GAUGES}
     assert asked
     assert asked <= there
+
+
+def test_alerts_ask_for_failures_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["dashboard", "alerts"])
+    asked = re.findall(r'kind[!=~]+"([\w|]+)"', capsys.readouterr().out)
+    explained = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text("utf-8")
+    kinds = {kind for each in asked for kind in each.split("|")}
+    assert kinds
+    assert {kind for kind in kinds if f"`{kind}`" not in explained} == set()
