@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few rounds, and no file")
     parser.add_argument("--huge-pages", default="auto", choices=("auto", "hugetlb", "off"))
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
     found = measure(5 if arguments.quick else 21, arguments.huge_pages)
     size = BLOCKS * PAGE_BYTES * LAYERS
@@ -192,7 +194,8 @@ def main() -> None:
     text = markdown(found, command, size, arguments.huge_pages)
     print(text)
     if not arguments.quick:
-        (RESULTS / "fresh_arena.md").write_text(text)
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "fresh_arena.md").write_text(text)
 
 
 if __name__ == "__main__":

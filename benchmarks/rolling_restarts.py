@@ -169,6 +169,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=6, help="restarts of each engine")
     parser.add_argument("--without-drain", action="store_true", help="the negative control")
     parser.add_argument("--quick", action="store_true", help="40 requests, 1 round")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     requests, rounds = (40, 1) if options.quick else (options.requests, options.rounds)
     began = time.monotonic()
@@ -183,7 +184,8 @@ def main() -> int:
     page = markdown(outcome, time.monotonic() - began, command)
     print(page, *outcome.lost[:20], *outcome.wrong[:20], sep="\n")
     if not (options.without_drain or options.quick):
-        (RESULTS / "rolling_restarts.md").write_text(page, encoding="utf-8")
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "rolling_restarts.md").write_text(page, encoding="utf-8")
     return 1 if outcome.lost or outcome.wrong or outcome.wasted or outcome.killed else 0
 
 
