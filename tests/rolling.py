@@ -39,6 +39,7 @@ ARGUMENTS: Final = ("--shutdown-timeout", str(TIMEOUT_S), "--middleware", MIDDLE
 
 MOST_TOKENS: Final = 16
 _LOOK_S: Final = 0.15
+_WRITTEN_S: Final = 20.0
 _ROUTER_S: Final = 60.0
 _GONE: Final = (OSError, http.client.HTTPException, EngineError, ValueError)
 
@@ -89,7 +90,7 @@ class Outcome:
 
     def count(self, name: str) -> int:
         """A counter of all engines together, of those that have ended too."""
-        return sum(each.counts.get(name, 0) for each in self.lives.values())
+        return sum(each.counts.get(name, 0) for each in list(self.lives.values()))
 
     def failures(self) -> Counter[str]:
         """Failures of all of them, by kind."""
@@ -173,8 +174,12 @@ class Rolling:
                 self._acted.set()
                 for each in asking:
                     each.result()
-                # Whatever was handed off is loaded by now; the files are written once a second.
+                # Whatever was handed off is loaded by now; the files are written once a second, or
+                # later on a busy machine.
                 time.sleep(4 * status.WRITE_S)
+                deadline = time.monotonic() + _WRITTEN_S
+                while self.outcome.wasted > 0 and time.monotonic() < deadline:
+                    time.sleep(_LOOK_S)
             finally:
                 self._ended.set()
             look.result()

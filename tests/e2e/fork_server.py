@@ -46,6 +46,7 @@ _LOADED = (
     "omni_connector.testing.no_op",
     "omni_connector.testing.reference",
     "omni_connector.vllm_v1.connector",
+    "tests.e2e.patient",
 )
 
 

@@ -18,7 +18,7 @@ from .prompts import new_salt, random_prompt
 
 pytestmark = pytest.mark.e2e
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def example(folder: Path) -> dict[str, Any]:

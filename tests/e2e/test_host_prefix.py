@@ -26,7 +26,7 @@ from .prompts import new_salt, random_prompt
 
 pytestmark = pytest.mark.e2e
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 # Longer than an engine takes to start on the slowest machine.
 KEEPS_ORPHANS = {"orphan_s": 600}

@@ -15,6 +15,7 @@ from omni_connector.testing import reference
 from omni_connector.testing.engines import Engine
 
 from ..masters import Master
+from ..patience import STORE_S
 from . import kv
 from .configurations import BLOCK
 from .harness import PROMPTS, Case, ask
@@ -25,8 +26,8 @@ pytest.importorskip("mooncake.store", exc_type=ImportError)
 
 pytestmark = pytest.mark.e2e
 
-# A lookup waits for 0.25 s and a load for 2 s. This stops a hang.
-ANSWER_S = 60.0
+# A lookup and a load wait for `STORE_S` each. This stops a hang.
+ANSWER_S = 120.0
 
 # Seconds between two requests that have an engine tell what it has counted.
 TOLD_S = 0.2
@@ -63,7 +64,7 @@ class Sharers:
         counter = "vllm:omni_connector_blocks_stored_total"
         wanted = self.writer.metric(counter) + len(prompt) // BLOCK
         self.ask(self.writer, prompt, salt)
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 60.0
         while self.writer.metric(counter) < wanted:
             assert time.monotonic() < deadline, self.writer.log_tail()
             time.sleep(TOLD_S)
@@ -81,7 +82,7 @@ class Sharers:
 def sharers(engine_pool: Pool) -> Iterator[Sharers]:
     master = Master(engine_pool.folder)
     master.start()
-    store = {"master": master.address, "segment_gib": 0.125}
+    store = {"master": master.address, "segment_gib": 0.125, "lookup_timeout_s": STORE_S}
     engines = [engine_pool.new("store", connector={"store": store}) for _ in range(2)]
     try:
         for engine in engines:

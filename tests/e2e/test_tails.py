@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not goes_on_within_blocks(), reason="vLLM does not"),
 ]
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 # Seconds between two requests that have an engine tell what it has counted.
 TOLD_S = 0.2
 # Tokens of the first turn's answer.

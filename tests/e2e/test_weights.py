@@ -24,7 +24,7 @@ from .prompts import random_prompt
 
 pytestmark = pytest.mark.e2e
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 EDITED = "model.layers.0.input_layernorm.weight"
 ELEMENTS = 8
 VALUE = 3.0

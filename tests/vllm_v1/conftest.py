@@ -15,12 +15,15 @@ import pytest
 from numpy.typing import NDArray
 
 from omni_connector.arena import part_sums
+from omni_connector.copy import held_blocks
 from omni_connector.copy.copier import BlockCopy
 from omni_connector.copy.host import CpuCopier
 from omni_connector.kv import parts as kv_parts
 from omni_connector.kv.convert import PageRun
+from omni_connector.prefix import neighbours
 from omni_connector.vllm_v1 import connector, scheduler_report
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS
+from tests.patience import lengthen
 from tests.toy import write_model
 
 from .harness import (
@@ -36,6 +39,27 @@ from .stores import MASTER, SwitchedShelf
 
 MakeEngine = Callable[..., InProcessEngine]
 
+DEADLINES = (
+    "omni_connector.cli.explained._ANSWER_S",
+    "omni_connector.copy.held_blocks.SETTLE_S",
+    "omni_connector.handoff.receiver._FRESH_S",
+    "omni_connector.identity.epochs.WAIT_S",
+    "omni_connector.prefix.explain.STORE_S",
+    "omni_connector.prefix.neighbours._ADOPT_S",
+    "omni_connector.prefix.neighbours._ANSWER_S",
+    "omni_connector.prefix.neighbours._CLOSE_S",
+    "omni_connector.prefix.saves._LATEST_S",
+    "omni_connector.prefix.store_jobs._DISCARD_S",
+    "omni_connector.prefix.store_jobs._GET_S",
+    "omni_connector.prefix.store_jobs._PUT_S",
+    "omni_connector.prefix.store_jobs._STAGING_WAIT_S",
+    "omni_connector.runtime.trace._CLOSE_S",
+    "omni_connector.runtime.turns._WATCH_CLOSE_S",
+    "omni_connector.transports.reading._CLOSE_S",
+    "omni_connector.vllm_v1.connector.SETTLE_S",
+)
+"""Those that engines of these tests meet on any machine."""
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -50,6 +74,21 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(folder))
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines wait for each other, for ranks, stores and copies as long as it takes, and keep
+    orphans whatever memory others use."""
+    lengthen(monkeypatch, DEADLINES)
+    monkeypatch.setattr(neighbours, "available_bytes", lambda: 1 << 60)
+
+
+@pytest.fixture
+def hasty_resets(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reset of vLLM's prefix cache hardly waits for copies, which the test holds back."""
+    for module in (connector, held_blocks):
+        monkeypatch.setattr(module, "SETTLE_S", 0.1)
 
 
 @pytest.fixture
@@ -81,7 +120,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.fixture
-def engine(model: Path, runtime: Path, told_at_once: None) -> Iterator[MakeEngine]:
+def engine(model: Path, runtime: Path, told_at_once: None, patient: None) -> Iterator[MakeEngine]:
     """Makes engines, and at the end of the test stops them and sees what they leave behind."""
     made: list[InProcessEngine] = []
     others = connector_threads()  # of a test that failed, which is enough said of it

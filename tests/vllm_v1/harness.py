@@ -59,6 +59,7 @@ from omni_connector.handoff.leases import Handoff, SlotDirectory
 from omni_connector.identity.adapters import version_of
 from omni_connector.identity.epochs import WeightsSaid
 from omni_connector.plugin import CONNECTOR_NAME, register
+from omni_connector.runtime.turns import Turns
 from omni_connector.testing import no_op
 from omni_connector.vllm_v1 import connector as connector_module
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads
@@ -105,6 +106,17 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
     params: dict[str, Any] | None = None
+
+
+class Clock:
+    """The clock of one engine, which a test may put forward, or stop."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+        self.stopped: float | None = None
+
+    def __call__(self) -> float:
+        return (time.monotonic() if self.stopped is None else self.stopped) + self.ahead
 
 
 class Lifecycle:
@@ -281,6 +293,8 @@ class InProcessEngine:
         self.runner.spoil(list(range(usable_blocks + 1)), next(_numbers))
         self.weights_said = WeightsSaid()
         self._files = files
+        self._clock = Clock()
+        self._threads: list[Turns] = []
         self.workers: list[KVConnectorBase_V1] = []
         self._copiers: list[Exchangeable] = []
         self._adapter_loads: list[AdapterLoads] = []
@@ -346,12 +360,21 @@ class InProcessEngine:
         if self._files:
             known = lambda *_: self._files  # noqa: E731
 
+        start = connector_module.SURROUNDINGS.context.start
+
+        def started(*args: Any, **options: Any) -> Turns:
+            self._threads.append(start(*args, **options))
+            return self._threads[-1]
+
         def adapter_loads(_: VllmConfig) -> AdapterLoads:
             self._adapter_loads.append(AdapterLoads())
             return self._adapter_loads[-1]
 
         ours = dataclasses.replace(
             connector_module.SURROUNDINGS,
+            context=dataclasses.replace(
+                connector_module.SURROUNDINGS.context, clock=self._clock, start=started
+            ),
             copier=copier,
             weights_id=known,
             weight_files=weight_files if self._hashes_files else None,
@@ -519,6 +542,17 @@ class InProcessEngine:
             worker.shutdown()
 
     # What a test looks at, and gets hold of
+
+    def stop_time(self) -> None:
+        """Have no time pass for this engine any more, however long it takes."""
+        self._clock.stopped = time.monotonic()
+
+    def pass_time(self, seconds: float) -> None:
+        """Have so much time passed for this engine, and its threads look what is due by now."""
+        self._clock.ahead += seconds
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.wake()
 
     def hold(self, *, saves: bool = False, loads: bool = False, deaf: bool = False) -> "HeldCopier":
         """Hold back every copy that starts from now on."""

@@ -6,7 +6,16 @@ import pytest
 from tests import inspection
 from tests.toy import BLOCK
 
-from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, slots, wait
+from .harness import (
+    DEADLINE,
+    HANDOFF,
+    InProcessEngine,
+    assert_clean,
+    hand_off,
+    prompt,
+    slots,
+    wait,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -126,7 +135,7 @@ def test_leased_but_without_room_to_load(engine, tokens, still_serve):
     answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
     waiting = decode.submit(prompt(LENGTH), max_tokens=6, params=answer)
     load = inspection.fetches(decode.half)[waiting]
-    load.future.result(10)
+    load.future.result(DEADLINE)
     decode.step()
     assert load.lease is not None
     assert load.job_id is None
@@ -196,9 +205,10 @@ def test_everybody_at_once(pair, still_serve):
 
 
 def test_a_handoff_that_nobody_leases_expires_while_the_engine_idles(engine, tokens):
-    prefill = engine("kv_producer", extra={"handoff_ttl_s": 0.3})
+    prefill = engine("kv_producer", extra={"handoff_ttl_s": 20.0})
     answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
     assert prefill.usage[0] == 6
+    prefill.pass_time(20.0)
     wait(lambda: prefill.usage[0] == 0)
     assert prefill.count("handoffs_expired") == 1
     decode = engine("kv_consumer")
@@ -207,17 +217,19 @@ def test_a_handoff_that_nobody_leases_expires_while_the_engine_idles(engine, tok
 
 
 def test_a_lease_that_is_never_released_expires(engine):
-    prefill = engine("kv_producer", extra={"handoff_ttl_s": 2.0})
+    prefill = engine("kv_producer", extra={"handoff_ttl_s": 20.0})
     decode = engine("kv_consumer", usable_blocks=8)
     decode.submit(prompt(4 * BLOCK, seed=1), max_tokens=60)
     decode.step()
     answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
     waiting = decode.submit(prompt(LENGTH), max_tokens=6, params=answer)
     load = inspection.fetches(decode.half)[waiting]
-    load.future.result(10)
+    load.future.result(DEADLINE)
     decode.step()
     assert load.lease is not None
     assert prefill.usage == (6, 0, 1)
+    for each in (prefill, decode):
+        each.pass_time(20.0)
     wait(lambda: prefill.usage[0] == 0)  # the decode engine stands still
     assert prefill.usage[2] == 0
     decode.settle()
@@ -228,6 +240,8 @@ def test_a_lease_that_is_never_released_expires(engine):
 def test_a_short_time_to_live_is_enough_for_who_is_quick(engine):
     prefill = engine("kv_producer", extra={"handoff_ttl_s": 0.9})
     decode = engine("kv_consumer")
+    for each in (prefill, decode):
+        each.stop_time()
     answer = prefill.generate(prompt(LENGTH), params=HANDOFF).params
     decode.generate(prompt(LENGTH), 6, params=answer)
     assert decode.count("handoffs_received") == 1

@@ -69,10 +69,9 @@ def test_a_load_that_stalls_ends_at_its_deadline(sharer, shelf, tokens, monkeypa
 def test_a_slow_store_costs_saves_not_time(sharer, shelf, tokens, monkeypatch):
     monkeypatch.setattr(store_jobs, "_STAGING_BUFFERS", 1)
     monkeypatch.setattr(store_jobs, "_MAX_ROWS", 2)
-    monkeypatch.setattr(store_jobs, "_PUT_S", 1.0)
     monkeypatch.setattr(store_jobs, "_STAGING_WAIT_S", 0.05)
     engine = sharer(extra=IMPATIENT)
-    shelf.stalled = True
+    shelf.stalled = shelf.endless = True
     assert engine.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
     assert engine.count("blocks_dropped") == 4
     shelf.stalled = False

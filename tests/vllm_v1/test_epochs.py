@@ -128,7 +128,8 @@ def test_a_lease_from_before_the_peer_was_reset_is_not_used(engine, after):
     assert_clean(prefill, decode)
 
 
-def test_a_lease_of_a_while_ago_is_requested_again_and_leaves_one(engine, tokens):
+def test_a_lease_of_a_while_ago_is_requested_again_and_leaves_one(engine, tokens, monkeypatch):
+    monkeypatch.setattr(receiver, "_FRESH_S", 0.5)
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     request_id = leased(prefill, decode, PROMPT)
     time.sleep(1.0)
@@ -159,6 +160,7 @@ def test_an_engine_of_long_steps_does_not_ask_for_ever(engine, tokens, monkeypat
 
 def test_an_engine_that_other_ranks_hold_up_does_not_ask_for_ever(engine, tokens, monkeypatch):
     """A data-parallel rank without work of its own takes part in the steps of the others."""
+    monkeypatch.setattr(receiver, "_FRESH_S", 0.5)
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     held_up = 0.0

@@ -221,6 +221,8 @@ def test_no_load_starts_close_to_the_end_of_its_lease(
     """With the policy that makes a failed load an error to the client."""
     prefill = engine("kv_producer", extra={"handoff_ttl_s": lease_s})
     decode = engine("kv_consumer", policy="fail")
+    for each in (prefill, decode):
+        each.stop_time()
     request_id = leased(prefill, decode, PROMPT)
     fetch = inspection.fetches(decode.half)[request_id]
     monkeypatch.setattr(receiver, "_FRESH_S", 1e9)  # nor is it asked for anew
@@ -253,7 +255,7 @@ def test_a_lease_that_is_not_wanted_ends_before_its_request(engine):
 def test_a_load_whose_lease_ends_in_the_queue_is_computed(engine, policy, family, ranks):
     """vLLM's policy is for loads that fail."""
     options = {"family": family, "ranks": ranks}
-    prefill = engine("kv_producer", extra={"handoff_ttl_s": 4.0}, **options)
+    prefill = engine("kv_producer", extra={"handoff_ttl_s": 20.0}, **options)
     decode = engine("kv_consumer", policy=policy, **options)
     right = engine(**options).generate(PROMPT, 6).tokens
     held = decode.hold(loads=True)
@@ -262,6 +264,8 @@ def test_a_load_whose_lease_ends_in_the_queue_is_computed(engine, policy, family
     other = prompt(LENGTH, seed=1)
     second = leased(prefill, decode, other)
     decode.run(lambda: decode.loads_under_way == 2)
+    for each in (prefill, decode):
+        each.pass_time(20.0)
     wait(lambda: prefill.usage[2] == 0)
     held.open()
     decode.settle()

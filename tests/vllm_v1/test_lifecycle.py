@@ -161,7 +161,7 @@ def test_reset_forgets_the_slots_that_could_be_shared(engine, tokens):
     assert_clean(prefill, decode)
 
 
-def test_copies_in_flight_at_new_weights_are_not_shared_later(engine):
+def test_copies_in_flight_at_new_weights_are_not_shared_later(engine, hasty_resets):
     prefill, decode = engine("kv_producer"), engine("kv_consumer", prefix_caching=False)
     held = prefill.hold(saves=True)
     request_id = prefill.submit(PROMPT, params=HANDOFF)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.prefix import lookups
 from omni_connector.prefix.lookups import Held, Lookup, StoreLookups
-from omni_connector.runtime.context import PROCESS_CONTEXT
+from omni_connector.runtime.context import PROCESS_CONTEXT, EngineContext
 from omni_connector.stores.shared_blocks import block_key
+from omni_connector.testing import FakeClock
 from tests.simulation.surroundings.memory import SimulatedStore
 
 from .harness import wait
@@ -140,17 +141,22 @@ def test_a_late_answer_is_none(made: list[StoreLookups]) -> None:
 class Slow(SimulatedStore):
     """Has half of the answers when its time is over."""
 
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__(SwitchedShelf())
+        self._clock = clock
+
     def exists(self, keys: Sequence[str], *, timeout: float) -> list[bool]:
-        time.sleep(timeout)
+        self._clock.advance(timeout)
         return [i < len(keys) // 2 for i in range(len(keys))]
 
 
 def test_what_a_slow_store_has_answered_in_time_is_used(made: list[StoreLookups]) -> None:
-    made.append(StoreLookups(Slow(SwitchedShelf()), [[FULL]], 1, PROCESS_CONTEXT))
-    lookup = Lookup("p", [names(8)], time.monotonic() + 2.0)
+    clock = FakeClock()
+    made.append(StoreLookups(Slow(clock), [[FULL]], 1, EngineContext(clock)))
+    lookup = Lookup("p", [names(8)], clock() + 2.0)
     made[0].ask(lookup)
-    wait(lambda: lookup.held is not None or time.monotonic() > lookup.deadline + 1.0)
-    assert lookup.held is not None
+    wait(lambda: lookup.held is not None)
+    assert clock() < lookup.deadline
     assert lookup.held[0].reach(0) == 4
 
 

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from omni_connector.arena import part_sums
-from omni_connector.copy import held_blocks, load_plans, loading
+from omni_connector.copy import load_plans, loading
 from omni_connector.errors import ConfigError
 from omni_connector.kv import compatibility
-from omni_connector.vllm_v1 import connector
 from tests import inspection
 from tests.toy import BLOCK, FAMILIES, LAYERS, WINDOW
 
@@ -398,9 +397,7 @@ def test_engines_of_equal_stages_share_through_a_store(engine, tmp_path, family,
 
 
 @pytest.mark.parametrize("family", ["full", HYBRID])
-def test_a_reset_waits_for_the_copies_of_all_stages(engine, monkeypatch, family):
-    for module in (held_blocks, connector):
-        monkeypatch.setattr(module, "SETTLE_S", 30.0)  # however slow the machine is
+def test_a_reset_waits_for_the_copies_of_all_stages(engine, family):
     share = {"share": True, "admission": "all"}
     one = engine("kv_both", stages=SPLITS["two"], family=family, extra=share)
     held = one.hold(saves=True)  # of one stage

@@ -602,7 +602,7 @@ def test_of_running_requests_that_are_reset_all_is_stored_where_weights_are_fixe
     assert_clean(first, second)
 
 
-def test_an_idle_engine_gives_its_blocks_back(sharer, shelf):
+def test_an_idle_engine_gives_its_blocks_back(sharer, shelf, hasty_resets):
     engine = sharer()
     held = engine.hold(saves=True)
     request_id = engine.submit(QUESTION)

@@ -48,7 +48,7 @@ def prometheus(engine, registry):
 @pytest.fixture
 def reported(engine):
     """Stats of a prefill and a decode engine after a hand-off, a failure and an expiry."""
-    prefill = engine("kv_producer", extra={"handoff_ttl_s": 5.0, "arena_gib": 0.0001})
+    prefill = engine("kv_producer", extra={"arena_gib": 0.0001})
     decode = engine("kv_consumer")
     hand_off(prefill, decode, PROMPT)
     prefill.generate(prompt(40 * BLOCK, seed=1), params=HANDOFF)

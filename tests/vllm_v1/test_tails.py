@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The next turn of a conversation goes on within the block in which the turn before ended."""
 
-import time
 from collections import Counter
 
 import pytest
@@ -497,8 +496,7 @@ def test_a_tail_in_a_store_follows_full_blocks_in_an_arena(engine, shelf, family
 def test_a_store_that_is_late_with_tails_has_its_full_blocks_used(engine, shelf, monkeypatch):
     """It answers the first question in time, and no further one."""
     family = "state and full"
-    extra = {"store": {**MASTER["store"], "lookup_timeout_s": 2.0}}
-    first, second = (engine("kv_both", extra=extra, family=family) for _ in range(2))
+    first, second = (engine("kv_both", extra=MASTER, family=family) for _ in range(2))
     alone = engine(family=family)
     said = QUESTION + first.generate(QUESTION, BLOCK).tokens
     landed(first)
@@ -508,7 +506,7 @@ def test_a_store_that_is_late_with_tails_has_its_full_blocks_used(engine, shelf,
         asked.append(keys)
         if len(asked) == 1:
             return real(self, keys, timeout=timeout)
-        time.sleep(timeout)
+        second.pass_time(timeout)
         return [False] * len(keys)
 
     monkeypatch.setattr(ShelfStore, "exists", late)
