@@ -188,7 +188,7 @@ def test_answers_that_always_come_too_late_are_asked_for_only_so_often(engine, t
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_load_under_way_comes_to_nothing(engine, after, policy):
+def test_a_load_under_way_comes_to_nothing(engine, hasty_resets, after, policy):
     """vLLM does not reset its blocks while they are loaded, but tells the connector."""
     prefill, decode = engine("kv_producer"), engine("kv_consumer", policy=policy)
     answer = prefill.generate(PROMPT, params=HANDOFF).params
@@ -398,7 +398,7 @@ def test_a_reset_does_not_wait_for_copies_where_requests_hold_blocks(engine, mon
     sharer.settle()
 
 
-def test_a_reset_fails_where_a_rank_does_not_answer(engine, log):
+def test_a_reset_fails_where_a_rank_does_not_answer(engine, hasty_resets, log):
     sharer = engine("kv_both", ranks=2, extra=SHARES)
     held = sharer.hold(saves=True)
     request_id = sharer.submit(PROMPT)

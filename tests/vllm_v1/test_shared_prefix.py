@@ -518,7 +518,9 @@ def test_after_new_weights_nothing_old_is_found(sharer, shelf, engine, tokens):
     assert first.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
 
 
-def test_what_is_being_loaded_when_the_weights_change_is_not_used(sharer, shelf, engine):
+def test_what_is_being_loaded_when_the_weights_change_is_not_used(
+    sharer, shelf, engine, hasty_resets
+):
     """vLLM does not reset a cache whose blocks are being filled, but tells the connector."""
     first, second = sharer(), sharer()
     publish(first, shelf)
