@@ -388,13 +388,16 @@ def read_each(folder: Path) -> tuple[dict[Path, EngineStatus], list[str]]:
     found: dict[Path, EngineStatus] = {}
     remarks: list[str] = []
     for name in _names(folder):
+        if name.startswith("."):
+            # Its engine is writing it, and may not have locked it yet: who looks all the time would
+            # take it away again and again. Engines sweep those of dead ones.
+            continue
         try:
             fd = _of_living(folder / name)
             if fd is None:
                 continue
             with open(fd, "rb") as file:
-                if not name.startswith("."):  # else its engine is still writing it
-                    found[folder / name] = _decoded(file.read(MAX_BYTES + 1))
+                found[folder / name] = _decoded(file.read(MAX_BYTES + 1))
         except (OSError, ValueError, RecursionError) as error:  # msgspec's own are ValueErrors
             remarks.append(plain(f"{name} was skipped: {error}"))
     return found, remarks

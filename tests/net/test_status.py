@@ -181,11 +181,12 @@ def test_a_killed_engine_is_not_shown_and_its_file_goes(place: Path, clock: Fake
     hidden = place / f".{'0' * 16}.status"  # of one that was killed as it wrote
     hidden.write_bytes(dead.read_bytes()[:10])
     assert read(place) == ([], [])
-    assert os.listdir(place) == []
+    assert os.listdir(place) == [hidden.name]  # it could be one that is being written
     dead.write_bytes(encoded())
     told = report(place, clock)
     told.tick()  # engines sweep, too
     assert not dead.exists()
+    assert not hidden.exists()
     assert len(os.listdir(place)) == 1
     told.close()
 
