@@ -14,7 +14,7 @@ and NixlConnector where nixl is installed.
     PYTHONPATH=tests/e2e/site python benchmarks/handoff.py    where the kernel is Linux 6.18
 
 writes results/handoff.md and results/handoff.png beside this file, and with `--default-arena`
-results/handoff_default_arena.md and .png.
+results/handoff_default_arena.md and .png, beside NixlConnector results/handoff_nixl.md and .png.
 """
 
 import argparse
@@ -315,6 +315,10 @@ def main() -> None:
     memcpy = Memcpy(max(lengths) * TOKEN_BYTES)
     arguments.output.mkdir(parents=True, exist_ok=True)
     command = " ".join(["python benchmarks/handoff.py", *sys.argv[1:]])
+    page = "handoff_default_arena" if arguments.default_arena else "handoff"
+    if "NixlConnector" in names:
+        page = "handoff_nixl"
+    picture = f"![What a hand-off costs, in copies of its bytes]({page}.png)"
     results = {}
     # Short, because the paths of Unix sockets are.
     with tempfile.TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
@@ -325,8 +329,6 @@ def main() -> None:
                 del config["kv_connector_extra_config"]["arena_gib"]
             results[name] = measure(name, config, model, Path(folder), lengths, repeats, memcpy)
             # Written after each connector, so that a run cut short leaves what it measured.
-            page = "handoff_default_arena" if arguments.default_arena else "handoff"
-            picture = f"![What a hand-off costs, in copies of its bytes]({page}.png)"
             text = markdown(results, command, repeats, picture=picture)
             (arguments.output / f"{page}.md").write_text(text)
             plot(results, arguments.output / f"{page}.png")
