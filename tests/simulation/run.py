@@ -41,7 +41,7 @@ from tests.simulation.engines.engine import SimulatedEngine
 from tests.simulation.engines.settings import HANDOFF_TTL_S, EngineShape
 from tests.simulation.plan import LONGEST, Plan, groups_of
 from tests.simulation.promises import arena_is_free
-from tests.simulation.surroundings.world import Killed, Violation
+from tests.simulation.surroundings.world import Killed, Violation, World
 
 _QUIET_S: Final = 700.0
 """Seconds after which everything that is remembered for a while is forgotten too."""
@@ -202,9 +202,8 @@ def _settle(cluster: Cluster, plan: Plan, look: Any) -> None:
     # Leases and whatever else has a time to live.
     for seconds in (0.0, HANDOFF_TTL_S / 2, HANDOFF_TTL_S, HANDOFF_TTL_S, _QUIET_S):
         world.advance(seconds)
-        end = world.now + _TICKS_S
         cluster.lag += seconds + _TICKS_S
-        world.run(lambda end=end: world.now >= end, end)  # type: ignore[misc]
+        _tick(world)
         look()
         if not seconds and not cluster.excuses:
             _nothing_waits_for_its_time(cluster, plan)
@@ -212,23 +211,39 @@ def _settle(cluster: Cluster, plan: Plan, look: Any) -> None:
         cluster.serve(name, (0, 1), 1, 0)
     quieten()
     if cluster.deaf:  # what that step has begun comes to its end
-        end = world.now + _TICKS_S
-        world.run(lambda: world.now >= end, end)
+        _tick(world)
     while len(cluster.engines) < len(cluster.shapes):
         world.run(lambda: len(cluster.engines) == len(cluster.shapes), world.now + 5.0)
         look()
+    if _copies_under_way(cluster):  # of a block whose first copy has failed, say
+        world.run(lambda: not _copies_under_way(cluster), world.now + _SENT_S)
+        _tick(world)
     if plan.trouble.get("store_slow") or plan.trouble.get("file_hangs"):
         world.run(lambda: _stores_have_all(cluster), world.now + _SENT_S)
 
 
+def _tick(world: World) -> None:
+    """Let actors act for `_TICKS_S`."""
+    end = world.now + _TICKS_S
+    world.run(lambda: world.now >= end, end)
+
+
 def _stores_have_all(cluster: Cluster) -> bool:
     """Whether stores have what was computed last."""
-    engines = [engine for engine in cluster.engines.values() if engine.halves]
-    return not any(inspection.copies_under_way(engine.halves[0]) for engine in engines) and all(
+    return not _copies_under_way(cluster) and all(
         inspection.stored(half)
-        for engine in engines
+        for engine in cluster.engines.values()
         if engine.shape.shares
         for half in engine.halves[1:]
+    )
+
+
+def _copies_under_way(cluster: Cluster) -> bool:
+    """Whether an engine has a copy job that has not ended."""
+    return any(
+        inspection.copies_under_way(engine.halves[0])
+        for engine in cluster.engines.values()
+        if engine.halves
     )
 
 
