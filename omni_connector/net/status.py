@@ -17,7 +17,7 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -387,11 +387,7 @@ def read_each(folder: Path) -> tuple[dict[Path, EngineStatus], list[str]]:
     """
     found: dict[Path, EngineStatus] = {}
     remarks: list[str] = []
-    for name in _names(folder):
-        if name.startswith("."):
-            # Its engine is writing it, and may not have locked it yet: who looks all the time would
-            # take it away again and again. Engines sweep those of dead ones.
-            continue
+    for name in _names(folder, hidden=False):
         try:
             fd = _of_living(folder / name)
             if fd is None:
@@ -424,7 +420,7 @@ def sweep(folder: Path) -> None:
         OSError: the folder cannot be read.
     """
     orders = [folder / name for name in os.listdir(folder) if ORDER.fullmatch(name)][:MAX_FILES]
-    for name in _names(folder):
+    for name in _names(folder, hidden=True):
         with contextlib.suppress(OSError):
             fd = _of_living(folder / name)
             if fd is not None:
@@ -435,9 +431,16 @@ def sweep(folder: Path) -> None:
                 order.unlink(missing_ok=True)
 
 
-def _names(folder: Path) -> Iterator[str]:
+def _names(folder: Path, *, hidden: bool) -> list[str]:
+    """The status files in a folder, `MAX_FILES` at most.
+
+    Args:
+        hidden: as well those that are being written. Their engine may not have locked them yet, so
+            that one who looks all the time would take them away again and again: only the sweeps of
+            engines, which are seconds apart, look at them.
+    """
     names = sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name))
-    yield from names[:MAX_FILES]
+    return [name for name in names if hidden or not name.startswith(".")][:MAX_FILES]
 
 
 def _of_living(path: Path) -> int | None:

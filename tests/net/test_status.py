@@ -191,6 +191,18 @@ def test_a_killed_engine_is_not_shown_and_its_file_goes(place: Path, clock: Fake
     told.close()
 
 
+def test_files_that_engines_were_killed_at_hide_no_engine(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_FILES", 3)
+    for number in range(5):
+        (place / f".{number:016}.status").touch()
+    file = StatusFile(place)
+    file.write(encoded())
+    assert [each.engine_id for each in read(place)[0]] == ["one"]
+    file.close()
+
+
 def test_a_forked_process_neither_holds_nor_removes_the_file(place: Path) -> None:
     file = StatusFile(place)
     file.write(encoded())
