@@ -254,6 +254,11 @@ class WeightsEpoch:
         return 0 if self.known or self._deadline is None else self._question
 
     @property
+    def begun(self) -> bool:
+        """Whether the ranks have answered before, with digests or not."""
+        return self._first is not None
+
+    @property
     def waits(self) -> bool:
         """Whether an answer is to be waited for."""
         return self._deadline is not None and not self.known and self._clock() < self._deadline

@@ -228,7 +228,15 @@ class OmniScheduler:
         """Ranks have said which weights they have."""
         if not [each for each in answers if self._weights.answer(each)]:
             return
-        if self._weights.settle():
+        was_stained = self._weights.stained
+        changed = self._weights.settle()
+        if self._weights.stained and not was_stained:
+            logger.warning(
+                "vLLM's prefix cache may hold KV of other weights than this engine has now: a "
+                "reset has failed, or workers were called before it was known which weights they "
+                "had. Until the prefix cache is reset, nothing is handed off or shared"
+            )
+        if changed:
             logger.info("This engine has other weights now: its KV from before is void")
             self._void_all()
             self._weights.begin()  # the control thread gives leases from here on, so not before
@@ -260,7 +268,9 @@ class OmniScheduler:
         self._weights.ask()
         request_id = request.request_id
         if self._shared is None and not request.kv_transfer_params:
-            return False
+            # If workers are called before the first answer, nothing tells which weights computed
+            # what is in vLLM's cache then.
+            return self._weights.waits and not self._weights.begun
         if self._weights.waits:
             return True
         self._adapters.goes_on(request_id)

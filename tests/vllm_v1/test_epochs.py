@@ -697,7 +697,7 @@ def test_a_call_that_changes_nothing_ends_nothing(engine, tokens):
 
 
 def test_what_was_computed_before_the_first_digest_is_not_taken_for_what_it_names(
-    engine, monkeypatch
+    engine, monkeypatch, log
 ):
     """The weights are changed while the first digest is late, and requests do not wait for it."""
     first, second = engine("kv_both", extra=SHARES, fresh=True), engine("kv_both", extra=SHARES)
@@ -711,9 +711,34 @@ def test_what_was_computed_before_the_first_digest_is_not_taken_for_what_it_name
     called(first)
     inspection.read_weights(first.worker_half, lambda: inspection.hashed(lambda: b"new"))
     first.generate([*text, *prompt(2 * BLOCK, seed=9)])  # upon blocks of the former weights
+    assert [line for line in log if "Until the prefix cache is reset" in line]
     assert second.scheduler.reset_prefix_cache()
     second.generate([*text, *prompt(2 * BLOCK, seed=9)])
     assert found(second) == (0, 0)
+
+
+def test_engines_that_only_hand_off_compute_nothing_before_they_know_their_weights(engine, tokens):
+    """Not even what is not handed off, as workers may be called right after it."""
+    prefill, decode = engine("kv_producer", fresh=True), engine("kv_consumer")
+    goes_on = threading.Event()
+
+    def digest():
+        while not goes_on.is_set():
+            yield
+        return (yield from inspection.hashed(lambda: prefill.runner.weights))
+
+    inspection.read_weights(prefill.worker_half, digest)
+    request_id = prefill.submit(prompt(BLOCK - 3, seed=5), max_tokens=1)
+    for _ in range(20):
+        prefill.step()
+    assert not prefill.answers[request_id].tokens
+    goes_on.set()
+    prefill.run(lambda: prefill.done(request_id))
+    called(prefill)
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
+    assert decode.count("handoffs_received") == 1
+    assert_clean(prefill, decode)
 
 
 def test_weights_that_were_called_for_before_the_first_request_may_not_be_those_of_the_files(
