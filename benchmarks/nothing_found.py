@@ -13,8 +13,9 @@ processor's time of the idle engine cores is measured.
                                        [--quick]
 
 writes results/nothing_found.md beside this file; with `--full`, which fills the arena first,
-nothing_found_full.md; and with answers of another length a page that has it in its name. At 0.99
-the interval of twelve quiet rounds excludes 0.98; a busy machine needs more.
+nothing_found_full.md; and with answers of another length a page that has it in its name. Beside
+each page stands its plot. At 0.99 the interval of twelve quiet rounds excludes 0.98; a busy machine
+needs more.
 """
 
 import argparse
@@ -33,11 +34,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import matplotlib as mpl
 from machine import machine, yields
 from serving import NONE, OURS, RESULTS, Place, cores, started
 
 from omni_connector.testing.engines import Engine, completion
 from omni_connector.testing.models import VOCAB_SIZE
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
 
 # Not imported from `omni_connector.testing.no_op`, which imports vLLM.
 NO_OP, NO_OP_MODULE = "NoOpConnector", "omni_connector.testing.no_op"
@@ -243,10 +248,20 @@ def row(number: int | str, told: Mapping[str, Round]) -> str:
     return f"| {number} | {' | '.join(cells)} |"
 
 
+def speeds(found: Sequence[Mapping[str, Round]], engine: str, beside: str) -> list[float]:
+    """Requests a second beside those of another engine, by round."""
+    return [each[engine].requests_per_s / each[beside].requests_per_s for each in found]
+
+
+def processors(found: Sequence[Mapping[str, Round]], engine: str, beside: str) -> list[float]:
+    """The processor's seconds of another engine's main thread beside this one's, by round."""
+    return [each[beside].used.main / each[engine].used.main for each in found]
+
+
 def ratios(found: Sequence[Mapping[str, Round]], engine: str, beside: str) -> list[str]:
     """Sentences on an engine beside another."""
-    speed = interval([e[engine].requests_per_s / e[beside].requests_per_s for e in found])
-    main = interval([e[beside].used.main / e[engine].used.main for e in found])
+    speed = interval(speeds(found, engine, beside))
+    main = interval(processors(found, engine, beside))
     return [
         f"- **{engine} beside {beside}**: requests a second {speed[0]:.4f}, 95 % of confidence "
         f"from {speed[1]:.4f} to {speed[2]:.4f}; processor of the main thread, inverted, "
@@ -254,10 +269,39 @@ def ratios(found: Sequence[Mapping[str, Round]], engine: str, beside: str) -> li
     ]
 
 
+def plot(found: Sequence[Mapping[str, Round]], path: Path) -> None:
+    """Each round's ratios, and their means with their intervals."""
+    pairs = ((NO_OP, NONE), (OURS, NONE), (OURS, NO_OP))
+    figure, panels = plt.subplots(1, 2, figsize=(10, 2.8), sharey=True, layout="constrained")
+    told = (("requests/s", speeds), ("processor of the main thread, inverted", processors))
+    for axes, (title, ratios_of) in zip(panels, told, strict=True):
+        for height, (engine, beside) in enumerate(pairs):
+            values = ratios_of(found, engine, beside)
+            mean, low, high = interval(values)
+            axes.plot(values, [height] * len(values), "|", color=f"C{height}", alpha=0.5)
+            reach = [[mean - low], [high - mean]]
+            axes.errorbar(mean, height, xerr=reach, fmt="o", color=f"C{height}", capsize=4)
+        axes.axvline(TARGET, color="grey", linestyle=":", label=f"target: {TARGET}")
+        axes.set(title=title, xlabel="ratio: rounds, mean, 95 % of confidence")
+        axes.set_yticks(
+            range(len(pairs)), [f"{engine}\nbeside {beside}" for engine, beside in pairs]
+        )
+        axes.set_ylim(-0.5, len(pairs) - 0.5)
+        axes.grid(alpha=0.3, axis="x")
+    panels[0].invert_yaxis()
+    panels[0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def markdown(
-    found: Sequence[Mapping[str, Round]], idle: Mapping[str, Usage], about: str, answer: int
+    found: Sequence[Mapping[str, Round]],
+    idle: Mapping[str, Usage],
+    about: str,
+    answer: int,
+    page: str,
 ) -> str:
-    """The tables."""
+    """The tables; `page` is the name of the plot, too."""
     lines = [
         "# An engine that shares, and finds nothing",
         "",
@@ -282,6 +326,8 @@ def markdown(
         *ratios(found, OURS, NO_OP),
         "",
         f"Target beside no connector: {TARGET}, without {WORSE} in the interval.",
+        "",
+        f"![Requests a second, and the main thread's processor]({page}.png)",
         "",
         f"Idle, {IDLE_S:.0f} s: share of a core that the engine core uses, and how often its "
         f"threads wake in a second. Target: {100 * IDLE_TARGET:.2f} % more than without.",
@@ -315,11 +361,12 @@ def main(arguments: Sequence[str]) -> None:
         print(HEADING, flush=True)
         found, idle = measure(place, rounds, requests, given.answer, extra, given.full)
     given.output.mkdir(parents=True, exist_ok=True)
-    text = markdown(found, idle, about, given.answer)
     page = "nothing_found_full" if given.full else "nothing_found"
     if given.answer != ANSWER:
         page += f"_{given.answer}_tokens"
+    text = markdown(found, idle, about, given.answer, page)
     (given.output / f"{page}.md").write_text(text)
+    plot(found, given.output / f"{page}.png")
     print(text)
 
 
