@@ -254,7 +254,7 @@ def speeds(found: Sequence[Mapping[str, Round]], engine: str, beside: str) -> li
 
 
 def processors(found: Sequence[Mapping[str, Round]], engine: str, beside: str) -> list[float]:
-    """The processor's seconds of another engine's main thread beside this one's, by round."""
+    """Seconds of the other engine's main thread by those of this one's, in each round."""
     return [each[beside].used.main / each[engine].used.main for each in found]
 
 

@@ -921,6 +921,11 @@ def present(half: Any) -> Sequence[object]:
     return found
 
 
+def awaits_first_weights(half: "OmniScheduler") -> bool:
+    """Whether requests wait for an engine to learn for the first time which weights it has."""
+    return half._weights.waits and not half._weights.begun
+
+
 def weights_known(half: "OmniScheduler") -> bool:
     """Whether an engine knows which weights it has."""
     return half._weights.known

@@ -435,9 +435,9 @@ def _names(folder: Path, *, hidden: bool) -> list[str]:
     """The status files in a folder, `MAX_FILES` at most.
 
     Args:
-        hidden: as well those that are being written. Their engine may not have locked them yet, so
-            that one who looks all the time would take them away again and again: only the sweeps of
-            engines, which are seconds apart, look at them.
+        hidden: whether those that are being written are among them. An engine may not have locked
+            such a file yet, and a reader that looks all the time would take it away each time. So
+            only the sweeps of engines list them, which are seconds apart.
     """
     names = sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name))
     return [name for name in names if hidden or not name.startswith(".")][:MAX_FILES]

@@ -126,6 +126,8 @@ class Clients(Deployment):
         service = inspection.serving(half).service()
         if service.role not in (*service.roles, None):
             raise Violation("impossible_role", f"{name} has the role {service.role}")
+        if engine.begins and inspection.awaits_first_weights(half):
+            raise Violation("computed_early", f"{name} does not know its weights yet")
         waiters.look(half)
         asking.look(half)
         loads.look(half)

@@ -523,6 +523,11 @@ class SimulatedEngine(Actor):
         return self._halves
 
     @property
+    def begins(self) -> bool:
+        """Whether the step that was scheduled last begins to compute requests."""
+        return bool(self._scheduled[-1].scheduled_new_reqs)
+
+    @property
     def latest(self) -> list[str]:
         """The requests of the step that was scheduled last."""
         return list(self._scheduled[-1].num_scheduled_tokens)

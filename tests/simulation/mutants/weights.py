@@ -44,6 +44,15 @@ WEIGHTS: Final = (
         ),
     ),
     mutant(
+        "who shares nothing waits for no weights",
+        "an engine that only hands off computes prompts before it first knows its weights",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "            return self._weights.waits and not self._weights.begun\n",
+            "            return False\n",
+        ),
+    ),
+    mutant(
         "a failed reset is not minded",
         "weights that come with a reset that fails are not noticed",
         (
