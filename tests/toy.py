@@ -503,8 +503,8 @@ class Mind:
 
 
 def embedded(embeds: torch.Tensor) -> list[int]:
-    """What the toy reads in the place of token ids: one number for each embedding."""
-    rows = embeds.contiguous().view(torch.uint8).numpy()
+    """What the toy reads in the place of token ids: a number for the values of each embedding."""
+    rows = embeds.to(torch.float32).contiguous().view(torch.uint8).numpy()
     digests = (hashlib.blake2b(row.tobytes(), digest_size=4).digest() for row in rows)
     return [int.from_bytes(each, "little") for each in digests]
 

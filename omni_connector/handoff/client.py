@@ -178,7 +178,7 @@ class PeerSession:
             return []
         prompt = pending.prompt
         same_hashes = bool(pending.hash_id) and pending.hash_id == handshake_reply.hash_id
-        kind: DigestKind = "blocks" if same_hashes and not prompt.by_tokens else "tokens"
+        kind: DigestKind = "blocks" if same_hashes and not prompt.adapter else "tokens"
         try:
             digest = prompt.digest(kind)
         except (ValueError, TypeError, OverflowError) as error:

@@ -24,12 +24,14 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         block_hashes: vLLM's hashes of the full blocks, in order; may be empty.
         hash_block_size: tokens that a hash covers, 0 where there are no hashes.
         extra: what else changes the KV: cache salt, content of the LoRA adapter, multimodal hashes
-            and positions, and the tokens after the prompt that a drafter's KV depends on.
+            and positions, and the tokens after the prompt that a drafter's KV depends on. Names of
+            blocks must say it, too: by `block_hashes`, `tokens_ahead` or `adapter`.
         tokens_ahead: tokens after a block that its KV depends on; see `block_names`.
         named_tokens: tokens whose KV is what names of blocks say; None: all.
-        by_tokens: whether other engines may have other block hashes for the same KV.
+        adapter: digest of the LoRA adapter's content; "" without one. vLLM's block hashes name an
+            adapter by its path: they may differ for the same KV, and be the same for other KV.
         embeddings: uint8 `(tokens, bytes)`, what the model reads in place of tokens; None where the
-            prompt is tokens alone. vLLM's block hashes cover them. `extra` has their dtype.
+            prompt is tokens alone. The block hashes cover them.
     """
 
     token_ids: Sequence[int]
@@ -39,7 +41,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     extra: tuple[str, ...] = ()
     tokens_ahead: int = 0
     named_tokens: int | None = None
-    by_tokens: bool = False
+    adapter: str = ""
     embeddings: NDArray[np.uint8] | None = None
 
     def digest(self, kind: DigestKind) -> bytes:

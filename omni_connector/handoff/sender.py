@@ -31,7 +31,7 @@ from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.leases import Handoff, SlotDirectory
 from omni_connector.handoff.params import handoff_answer, no_handoff_answer
 from omni_connector.handoff.prompt import Prompt
-from omni_connector.kv.block_names import block_names
+from omni_connector.kv.block_names import block_names, names_with_adapter
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
@@ -408,13 +408,12 @@ def _keys(shape: GroupShape, prompt: Prompt) -> list[SlotKey | None]:
         return [None] * len(needed)
     named = prompt.num_tokens if prompt.named_tokens is None else prompt.named_tokens
     full = min(needed.stop, len(prompt.block_hashes), max(0, named) // shape.block_size)
-    keys: list[SlotKey | None] = [
-        *block_names(
-            prompt.block_hashes[needed.start : full],
-            prompt.token_ids,
-            first=needed.start,
-            block_size=shape.block_size,
-            tokens_ahead=prompt.tokens_ahead,
-        )
-    ]
-    return keys + [None] * (len(needed) - len(keys))
+    names = block_names(
+        prompt.block_hashes[needed.start : full],
+        prompt.token_ids,
+        first=needed.start,
+        block_size=shape.block_size,
+        tokens_ahead=prompt.tokens_ahead,
+    )
+    keys = names_with_adapter(names, prompt.adapter)
+    return [*keys, *[None] * (len(needed) - len(keys))]

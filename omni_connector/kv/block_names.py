@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of blocks whose KV depends on tokens after them, too.
+"""Names of blocks whose KV depends on more than vLLM's hash of them says.
 
 A drafter that reads the target's hidden states (EAGLE, MTP) computes the KV of a position from the
 next token, and MTP of k modules from the next k. vLLM's hash of a block covers the tokens up to the
 block's end. So the drafter's KV of its last positions may differ between blocks of equal hashes.
 The name of such a block is a hash of vLLM's hash and of the tokens after the block.
+
+vLLM's hash names a LoRA adapter by its name and path, whose content may change.
 """
 
 from array import array
@@ -46,3 +48,16 @@ def block_names(
         name = blake2b(block_hash + following, digest_size=len(block_hash), person=b"omni-ahead-1")
         names.append(name.digest())
     return names
+
+
+def names_with_adapter(names: list[bytes], adapter: str) -> list[bytes]:
+    """Names of blocks that say the content of the LoRA adapter, too; without one these names.
+
+    Args:
+        names: as of `block_names`.
+        adapter: digest of its content; "" without one.
+    """
+    if not adapter:
+        return names
+    whose = adapter.encode()[: blake2b.MAX_KEY_SIZE]
+    return [blake2b(each, digest_size=len(each), key=whose).digest() for each in names]

@@ -4,11 +4,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import zip_longest
 
 from omni_connector.copy.held_blocks import EngineRequest
-from omni_connector.kv.block_names import block_names
+from omni_connector.kv.block_names import block_names, names_with_adapter
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.tails import Tail
 from omni_connector.prefix.hints import Hints
@@ -131,12 +130,8 @@ class SharedPrompt:
         )
 
     def keys(self, names: list[bytes]) -> list[bytes]:
-        """The keys of blocks of these names in arenas. vLLM's hashes have the name of an adapter;
-        the keys have its content, too."""
-        if not self.adapter:
-            return names
-        whose = self.adapter.encode()[: blake2b.MAX_KEY_SIZE]
-        return [blake2b(each, digest_size=len(each), key=whose).digest() for each in names]
+        """The keys of blocks of these names in arenas."""
+        return names_with_adapter(names, self.adapter)
 
     def kept_tokens(self, computed: int) -> int:
         """Tokens whose blocks are kept, of those that are computed: up to the first thought."""

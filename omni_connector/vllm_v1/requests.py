@@ -2,14 +2,15 @@
 """What the scheduler half reads of vLLM's requests, and what it changes of them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import blake2b
+from hashlib import blake2b, sha256
+from operator import ne
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, get_request_block_hasher
 from vllm.v1.request import Request, RequestStatus
 
 from omni_connector.handoff.params import is_usable
@@ -31,10 +32,67 @@ logger = init_logger("vllm.omni_connector.scheduler")
 _SHOWN_CHARS: Final = 200
 
 
+def _unhashed(request: "Request", begin: int, end: int, dtype: object) -> bytes:
+    """What vLLM's block hashes leave out of these positions of a prompt, although their KV depends
+    on it (vLLM #56655): where tokens are read in place of embeddings, and the type of embeddings
+    that are converted. Empty where they leave nothing out.
+
+    `complete_hashes` adds it to the hashes, which name slots and shared blocks, and `prompt_of` to
+    the digest.
+
+    Args:
+        dtype: the `torch.dtype` in which the model reads embeddings.
+    """
+    embeds = request.prompt_embeds
+    if embeds is None:
+        return b""
+    found = b"" if embeds.dtype == dtype else str(embeds.dtype).encode()
+    is_token = getattr(request, "prompt_is_token_ids", None)  # from 0.32 on
+    mask = bytes(is_token[begin:end]) if is_token is not None else b""
+    return found + b"=" + mask if any(mask) else found
+
+
+def complete_hashes(request: "Request", hash_block_size: int, dtype: object) -> bool:
+    """Add to vLLM's block hashes of a new request what they leave out; see `_unhashed`.
+
+    vLLM's own prefix cache, its events, and connectors beside this one go by these hashes, too. So
+    KV of another prompt can neither come from vLLM's cache nor be named wrongly.
+
+    Args:
+        hash_block_size: tokens that each hash stands for; 0 where hashes name no KV.
+        dtype: as of `_unhashed`.
+
+    Returns:
+        False where this vLLM does not make its hashes as expected. They name no KV then.
+    """
+    if not hash_block_size:
+        return True
+    untold = {
+        (begin, begin + hash_block_size): found
+        for begin in range(0, request.num_prompt_tokens, hash_block_size)
+        if (found := _unhashed(request, begin, begin + hash_block_size, dtype))
+    }
+    if not untold:
+        return True
+    # vLLM keeps here what a hash says of the embeddings of a block.
+    of_embeddings = getattr(request, "_prompt_embeds_per_block_hashes", {})
+    for block, found in untold.items():
+        generate_block_hash_extra_keys(request, *block, 0)
+        if block not in of_embeddings:
+            return False
+        of_embeddings[block] = sha256(of_embeddings[block] + found).digest()
+    first = min(untold)[0] // hash_block_size
+    before = request.block_hashes[first:]
+    del request.block_hashes[first:]
+    request.update_block_hashes()
+    return all(map(ne, before, request.block_hashes[first:]))
+
+
 def prompt_of(
     request: "Request",
     num_tokens: int,
     hash_block_size: int,
+    dtype: object,
     adapter: str = "",
     tokens_ahead: int = 0,
 ) -> Prompt | None:
@@ -44,6 +102,7 @@ def prompt_of(
 
     Args:
         hash_block_size: tokens that each of the request's block hashes stands for.
+        dtype: the `torch.dtype` in which the model reads embeddings.
         adapter: digest of what the request's LoRA adapter contains; "" without one.
         tokens_ahead: tokens after a position that its KV depends on.
     """
@@ -63,10 +122,8 @@ def prompt_of(
         place = feature.mm_position
         extra.append(f"mm={feature.identifier}@{place.offset}+{place.length}")
     if embeds is not None:
-        extra.append(f"embeddings={embeds.dtype}")
-    if (is_token := getattr(request, "prompt_is_token_ids", None)) is not None:  # from 0.32 on
-        chosen = blake2b(bytes(is_token[:num_tokens]))
-        extra.append(f"tokens_among_embeddings={chosen.hexdigest()}")
+        unhashed = blake2b(_unhashed(request, 0, num_tokens, dtype))
+        extra.append(f"embeddings={unhashed.hexdigest()}")
     if tokens_ahead:
         extra.append(f"next={tokens[num_tokens : num_tokens + tokens_ahead]}")
     return Prompt(
@@ -76,7 +133,7 @@ def prompt_of(
         hash_block_size=hash_block_size if request.block_hashes else 0,
         extra=tuple(extra),
         tokens_ahead=tokens_ahead,
-        by_tokens=bool(adapter),  # vLLM's hashes name an adapter by its path, not its content
+        adapter=adapter,
         embeddings=None if embeds is None else embeds.contiguous().view(torch.uint8).numpy(),
     )
 

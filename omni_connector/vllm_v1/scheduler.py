@@ -65,6 +65,7 @@ from omni_connector.vllm_v1.metadata import (
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.older_runners import tells_failure
 from omni_connector.vllm_v1.requests import (
+    complete_hashes,
     drop_unusable,
     opaque_parts,
     prompt_of,
@@ -183,6 +184,7 @@ class OmniScheduler:
         self._alone = alone
         self._adapters = AdapterContents(context, num_workers(vllm_config))
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
+        self._dtype = vllm_config.model_config.dtype
         self._fails_by_block = fails_by_block(kv_cache_config)
         # Where a group keeps its last tokens only, a prefill must end where the decode begins.
         self._stops_early = not attends_to_all(kv_cache_config)
@@ -305,7 +307,12 @@ class OmniScheduler:
         take_hints(request, self._shared, self._stats, self._hint_warnings)
         drop_unusable(request, self._stats)
         self._adapters.begins(request)
+        hashes = complete_hashes(request, self._hash_block_size, self._dtype)
         if not (request.kv_transfer_params or self._shared is not None):
+            return
+        if not hashes:
+            self._stats.fail("prompt_embeds")
+            self._begin_alone(request, "prompt_embeds")
             return
         refusals = self._serving.refusals()
         if self._adapters.arrives(request) or not self._weights.known:
@@ -396,7 +403,8 @@ class OmniScheduler:
     def _prompt(
         self, request: "Request", num_tokens: int, adapter: str, ahead: int
     ) -> Prompt | None:
-        return prompt_of(request, num_tokens, self._hash_block_size, adapter, ahead)
+        size, dtype = self._hash_block_size, self._dtype
+        return prompt_of(request, num_tokens, size, dtype, adapter, ahead)
 
     def _offer(
         self,

@@ -249,6 +249,7 @@ TABLE: Final[tuple[UsedName, ...]] = (
             "sampling_params",
             "skip_reading_prefix_cache",
             "status",
+            "update_block_hashes",
         ),
     ),
     Attributes("vllm.v1.request:RequestStatus", ("WAITING", "WAITING_FOR_REMOTE_KVS")),
@@ -385,6 +386,10 @@ LOSSES: Final[tuple[tuple[UsedName, str], ...]] = (
         Called("vllm.v1.worker.worker_base:WorkerBase.get_model"),
         "weights in memory are not known, so that nothing is shared without model_id and weights: "
         "fixed",
+    ),
+    (
+        Attributes("vllm.v1.request:Request", ("_prompt_embeds_per_block_hashes",)),
+        "prompts of tokens among embeddings are neither handed off nor shared",
     ),
     (
         Attributes("vllm.model_executor.layers.linear:QKVParallelLinear"),

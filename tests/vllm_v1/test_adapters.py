@@ -62,6 +62,24 @@ def test_an_adapter_of_the_same_name_and_other_content_is_another(engine, adapte
     assert decode.failures() == {"other_prompt": 1}
 
 
+def test_an_adapter_that_was_loaded_anew_has_slots_of_its_own(engine, adapter, monkeypatch):
+    """vLLM's hashes name both alike, and a reset leaves hand-offs open."""
+    monkeypatch.setattr(adapters, "FRESH_S", 0.0)  # its files are read for each request
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    held = []
+    for content in (b"w" * 99, b"v" * 98):
+        lora = adapter(content)
+        prefill.load_adapter(lora)
+        prefill.generate(prompt(9, seed=1))  # workers tell it with a step
+        assert prefill.scheduler.reset_prefix_cache()
+        for _ in range(2):
+            answer = prefill.generate(TEXT, params=HANDOFF, lora=lora).params
+            held.append(prefill.usage[0])
+    assert held == [5, 5, 10, 10]
+    decode.generate(TEXT, 6, params=answer, lora=lora)
+    assert decode.count("handoffs_received") == 1
+
+
 def test_through_the_store_only_equal_contents_meet(sharer, shelf, adapter, tokens):
     first, second, third = sharer(), sharer(), sharer()
     lora = adapter(b"w" * 99)

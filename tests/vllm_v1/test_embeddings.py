@@ -5,10 +5,13 @@ puts in their place. What the toy stores for a position depends on every byte of
 
 import pytest
 import torch
+from vllm.v1.core import kv_cache_utils
 
+from tests import inspection
 from tests.toy import BLOCK, CHUNK, FAMILIES
 
-from .harness import HANDOFF, assert_clean
+from .harness import HANDOFF, assert_clean, wait
+from .stores import MASTER, landed
 
 pytestmark = pytest.mark.vllm
 
@@ -120,6 +123,104 @@ def test_tokens_among_embeddings(engine, family, place):
     given = {"embeds": zeros, "is_token": swapped}
     decode.generate(tokens, 6, params, **given)
     assert decode.failures() == {"other_prompt": 1}
+
+
+def masked(place: int) -> list[dict]:
+    """Prompts of the same ids and the same embeddings. Of the second the token is read at one more
+    place."""
+    first = [number % 5 == 0 for number in range(LENGTH)]
+    second = [own ^ (number == place) for number, own in enumerate(first)]
+    zeros = torch.zeros((LENGTH, 8), dtype=torch.bfloat16)
+    return [{"embeds": zeros, "is_token": each} for each in (first, second)]
+
+
+def of_types() -> list[dict]:
+    """Prompts whose embeddings are the same bytes of two types."""
+    return [{"embeds": embeds().view(dtype)} for dtype in (torch.bfloat16, torch.float16)]
+
+
+def met(engine) -> int:
+    """How many engines of the host this one reads from."""
+    neighbours = inspection.neighbours(engine.half)
+    neighbours.look()
+    return len(neighbours.present())
+
+
+TWINS = pytest.mark.parametrize(
+    ("twins", "alike"),
+    [(masked(3), 0), (masked(BLOCK + 2), BLOCK), (of_types(), 0)],
+    ids=["3", "18", "types"],
+)
+"""Prompts that vLLM's hashes do not tell apart (vLLM #56655), and how many of their first
+tokens are in full blocks that are alike."""
+
+
+@TWINS
+@pytest.mark.parametrize("family", ["full", "window and full"])
+def test_what_vllms_hashes_do_not_tell_has_slots_of_its_own(engine, family, twins, alike):
+    prefill = engine("kv_producer", family=family, prefix_caching=False)
+    decode = engine("kv_consumer", family=family, prefix_caching=False)
+    reference = engine(None, family=family, prefix_caching=False)
+    tokens = [0] * LENGTH
+    offered = [prefill.generate(tokens, 1, HANDOFF, **each).params for each in twins]
+    held = prefill.usage[0]
+    again = prefill.generate(tokens, 1, HANDOFF, **twins[1]).params
+    assert prefill.usage[0] == held  # equal ones share theirs
+    for given, params in zip((*twins, twins[1]), (*offered, again), strict=True):
+        right = reference.generate(tokens, 6, **given).tokens
+        assert decode.generate(tokens, 6, params, **given).tokens == right
+    assert decode.count("handoffs_received") == 3
+    assert_clean(prefill, decode)
+
+
+@TWINS
+@pytest.mark.parametrize("through", ["arena", "store"])
+def test_what_vllms_hashes_do_not_tell_is_not_found(engine, shelf, through, twins, alike):
+    """Also where vLLM's own cache had the one when the other was computed and kept."""
+    options = {"extra": SHARES if through == "arena" else MASTER, "instant_copies": True}
+    first, second = engine("kv_both", **options), engine("kv_both", **options)
+    if through == "arena":
+        wait(lambda: met(second) == 1)
+    reference = engine(None, prefix_caching=False)
+    tokens = [0] * LENGTH
+    right = [reference.generate(tokens, 6, **each).tokens for each in twins]
+    found = "tokens_from_host" if through == "arena" else "tokens_shared"
+
+    def keep(given):
+        first.generate(tokens, 1, **given)
+        if through == "store":
+            landed(first)
+
+    keep(twins[0])
+    assert second.generate(tokens, 6, **twins[1]).tokens == right[1]
+    assert second.count(found) == alike
+    keep(twins[1])
+    third = engine("kv_both", **options)
+    if through == "arena":
+        wait(lambda: met(third) == 2)
+    assert third.generate(tokens, 6, **twins[0]).tokens == right[0]
+    assert third.generate(tokens, 6, **twins[1]).tokens == right[1]
+    assert third.count(found) == 6 * BLOCK - alike
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
+def test_a_vllm_whose_hashes_cannot_be_completed_shares_no_such_prompt(engine, monkeypatch, role):
+    """Of a hash that vLLM makes in another way nothing is known."""
+    monkeypatch.setattr(
+        kv_cache_utils,
+        "_gen_prompt_embeds_extra_hash_keys",
+        lambda request, *_: [] if request.prompt_embeds is None else [("prompt_embeds", b"")],
+    )
+    extra = SHARES if role == "kv_both" else None
+    made = engine(role, extra=extra, instant_copies=True)
+    answer = made.generate([0] * LENGTH, 1, HANDOFF, **masked(3)[0])
+    assert answer.params["omni_no_handoff"] == "prompt_embeds"
+    assert made.failures() == {"prompt_embeds": 1}
+    assert made.usage[0] == 0
+    plain = embeds().to(made.config.model_config.dtype)
+    answer = made.generate([0] * LENGTH, 1, HANDOFF, embeds=plain)
+    assert "omni_no_handoff" not in answer.params
+    assert made.usage[0] > 0
 
 
 def test_a_decode_engine_that_is_given_tokens_instead_computes_them(engine, tokens):

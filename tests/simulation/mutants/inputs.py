@@ -56,8 +56,8 @@ INPUTS: Final = (
         "its blocks are found by engines that have loaded other files of that name",
         (
             "omni_connector.prefix.prompts",
-            "        if not self.adapter:\n",
-            "        if True:\n",
+            "names_with_adapter(names, self.adapter)",
+            "names",
         ),
     ),
     mutant(
