@@ -204,7 +204,7 @@ def _add_orders(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         nargs="?",
         default="",
         metavar="ENGINE",
-        help="beginning of its id (default: the only engine there is)",
+        help="beginning of its id (default: the only engine there is, else that of this container)",
     )
     drain.add_argument(
         "--wait",

@@ -5,6 +5,7 @@ An order is a signal file beside the engine's status file (`omni_connector.net.o
 is read from the status file: no engine is asked, and no port is used.
 """
 
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,14 @@ from omni_connector.cli.readings import SILENT_S
 from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError
 from omni_connector.net.orders import DRAIN, ROLE, Role, Service, give_order, take_back
-from omni_connector.net.status import EngineStatus, label, plain, read_each
+from omni_connector.net.status import (
+    EngineStatus,
+    container,
+    label,
+    plain,
+    read_each,
+    read_file,
+)
 
 NOTICE_S: Final = 10.0
 """Longest wait in seconds until an engine obeys: it reads orders twice a second, or every 5 s
@@ -26,52 +34,76 @@ while it is idle, and writes its status then."""
 # Seconds between two looks at whether the engines have obeyed.
 _POLL_S: Final = 0.2
 
+# What vLLM adds to the engine id of a data-parallel rank.
+_RANK: Final = re.compile(r"_dp[0-9]+\Z")
 
-@dataclass(frozen=True)
+
+@dataclass
 class OrderedEngine:
     """An engine that takes orders.
 
     Attributes:
         file: its status file.
-        status: what it said when it was found.
+        status: what it said last.
+        problem: why its status file could not be read at the last look; "" where it could.
     """
 
     file: Path
     status: EngineStatus
+    problem: str = ""
 
     @property
     def name(self) -> str:
         """Its engine id, for messages."""
         return self.status.engine_id
 
-    def now(self) -> EngineStatus | None:
-        """What it says now; None once it has ended."""
-        found, _ = read_each(self.file.parent)
-        return found.get(self.file)
+    @property
+    def server(self) -> str:
+        """The engine id of its vLLM server; that of a data-parallel rank has a number behind."""
+        return _RANK.sub("", self.name)
+
+    def look(self) -> bool:
+        """Read what it says now; False once it has ended."""
+        try:
+            status = read_file(self.file)
+        except (OSError, ValueError) as error:
+            self.problem = plain(str(error))
+            return True
+        self.problem = ""
+        self.status = status or self.status
+        return status is not None
 
 
-def find_engine(beginning: str, namespace: str) -> OrderedEngine | None:
-    """The engine of a namespace whose id begins so, or is equal; None, with a message, where there
-    is none.
+def find_engines(beginning: str, namespace: str) -> list[OrderedEngine]:
+    """The engine of a namespace whose id begins so, or is equal; several if they are the
+    data-parallel ranks of one server. Where there is none, a message says so.
+
+    Args:
+        beginning: of the id; "" for the only engine, else the one in the container of this command.
+        namespace: of the engine.
 
     Raises:
         ConfigError: several engines fit, or the runtime folder is unsafe.
     """
     folder = existing_folder(namespace)
-    found: dict[Path, EngineStatus] = {} if folder is None else read_each(folder)[0]
+    found, remarks = ({}, []) if folder is None else read_each(folder)
+    for remark in remarks:
+        _tell(remark)
+    engines = [OrderedEngine(file, status) for file, status in found.items()]
     fitting = [
-        OrderedEngine(file, status)
-        for file, status in found.items()
-        if status.engine_id.startswith(beginning) or label(status.engine_id) == beginning
+        each for each in engines if each.name.startswith(beginning) or label(each.name) == beginning
     ]
     exact = [each for each in fitting if beginning in (each.name, label(each.name))]
-    chosen = exact if len(exact) == 1 else fitting
-    if len(chosen) > 1:
-        names = ", ".join(sorted(each.name for each in chosen))
+    here = "" if beginning else container()
+    near = [each for each in fitting if here and each.status.container == here]
+    for chosen in (exact, fitting, near):
+        ranks = {each.name: each for each in chosen}
+        if len({each.server for each in chosen}) == 1 and len(ranks) == len(chosen):
+            return [ranks[name] for name in sorted(ranks)]
+    if fitting:
+        names = ", ".join(sorted(each.name for each in fitting))
         which = f"have an id that begins with {plain(beginning)!r}" if beginning else "run here"
         raise ConfigError(f"several engines {which}; name one of {names}")
-    if chosen:
-        return chosen[0]
     if found:
         names = ", ".join(sorted(each.engine_id for each in found.values()))
         _tell(
@@ -80,7 +112,7 @@ def find_engine(beginning: str, namespace: str) -> OrderedEngine | None:
         )
     else:
         _tell(nobody(namespace, "engine", "OmniKVConnector"))
-    return None
+    return []
 
 
 def drain(
@@ -89,49 +121,60 @@ def drain(
     """Have an engine drain; return the exit status.
 
     Args:
-        engine: beginning of its id; "" if it is the only one of its namespace.
+        engine: beginning of its id, as `find_engines` takes it.
         namespace: of the engine; None for the environment's.
         wait: seconds to wait until it is empty; None does not wait.
         quiet: seconds without a new request before it counts as empty.
         undo: take the order back instead.
 
     Raises:
-        ConfigError: as `find_engine`.
+        ConfigError: as `find_engines`.
         OSError: the order cannot be written.
     """
-    chosen = find_engine(engine, _namespace(namespace))
-    if chosen is None:
+    chosen = find_engines(engine, _namespace(namespace))
+    if not chosen:
         return 1
+    for each in chosen:
+        if undo:
+            take_back(each.file, DRAIN)
+        else:
+            give_order(each.file, DRAIN)
     if undo:
-        take_back(chosen.file, DRAIN)
         return _obeyed(chosen, "serves", lambda service: service.phase == "serving")
-    give_order(chosen.file, DRAIN)
     if wait is None:
         return _obeyed(chosen, "drains", lambda service: service.phase != "serving")
     return _drained(chosen, wait, quiet)
 
 
-def _drained(engine: OrderedEngine, wait: float, quiet: float) -> int:
+def _drained(engines: list[OrderedEngine], wait: float, quiet: float) -> int:
     since = time.monotonic()
     deadline = since + wait
     arrived = -1
-    while (status := engine.now()) is not None:
+    while True:
+        running = [each for each in engines if each.look()]
         now = time.monotonic()
-        service = status.service
-        if service.arrived != arrived:
-            arrived = service.arrived
+        if arrived != (arrived := sum(each.status.service.arrived for each in engines)):
             since = now
-        if service.phase == "drained" and now >= since + quiet:
-            print(f"{engine.name} is drained")
+        busy = [each for each in running if each.problem or each.status.service.phase != "drained"]
+        if not running or (not busy and now >= since + quiet):
+            for each in engines:
+                print(f"{each.name} {'is drained' if each in running else 'has ended'}")
             return 0
         if now >= deadline:
-            left = f"{service.requests} requests, {status.usage.handoffs_open} open hand-offs"
-            silent = " (it is silent)" if time.time() - status.written > SILENT_S else ""
-            _tell(f"{engine.name} is not drained after {wait:g} s: {left}{silent}")
+            for each in busy or running:
+                _tell(f"{each.name} is not drained after {wait:g} s: {_left(each)}")
             return 1
         time.sleep(_POLL_S)
-    print(f"{engine.name} has ended")
-    return 0
+
+
+def _left(engine: OrderedEngine) -> str:
+    if engine.problem:
+        return f"its status file cannot be read ({engine.problem})"
+    status = engine.status
+    silent = " (it is silent)" if time.time() - status.written > SILENT_S else ""
+    return (
+        f"{status.service.requests} requests, {status.usage.handoffs_open} open hand-offs{silent}"
+    )
 
 
 def role(engine: str, wanted: Role, namespace: str | None) -> int:
@@ -143,38 +186,45 @@ def role(engine: str, wanted: Role, namespace: str | None) -> int:
         namespace: of the engine; None for the environment's.
 
     Raises:
-        ConfigError: as `find_engine`; or the engine's configuration does not allow the role.
+        ConfigError: as `find_engines`; or the engine's configuration does not allow the role.
         OSError: the order cannot be written.
     """
-    chosen = find_engine(engine, _namespace(namespace))
-    if chosen is None:
+    chosen = find_engines(engine, _namespace(namespace))
+    if not chosen:
         return 1
-    roles = chosen.status.service.roles
-    if wanted not in roles:
-        allowed = f"only {', '.join(roles)}" if roles else "no role, as it hands nothing off"
-        raise ConfigError(
-            f"{chosen.name} cannot have the role {wanted}: its kv_role is "
-            f"{chosen.status.role}, which allows {allowed}"
-        )
-    if wanted == roles[0]:
-        take_back(chosen.file, ROLE)
-    else:
-        give_order(chosen.file, ROLE, wanted)
+    for each in chosen:
+        roles = each.status.service.roles
+        if wanted not in roles:
+            allowed = f"only {', '.join(roles)}" if roles else "no role, as it hands nothing off"
+            raise ConfigError(
+                f"{each.name} cannot have the role {wanted}: its kv_role is "
+                f"{each.status.role}, which allows {allowed}"
+            )
+    for each in chosen:
+        if wanted == each.status.service.roles[0]:
+            take_back(each.file, ROLE)
+        else:
+            give_order(each.file, ROLE, wanted)
     return _obeyed(chosen, f"has the role {wanted}", lambda service: service.role == wanted)
 
 
-def _obeyed(engine: OrderedEngine, what: str, done: Callable[[Service], bool]) -> int:
+def _obeyed(engines: list[OrderedEngine], what: str, done: Callable[[Service], bool]) -> int:
     deadline = time.monotonic() + NOTICE_S
-    while (status := engine.now()) is not None:
-        if done(status.service):
-            print(f"{engine.name} {what}")
-            return 0
-        if time.monotonic() >= deadline:
-            _tell(f"{engine.name} has not obeyed within {NOTICE_S:g} s; its log may say why")
-            return 1
-        time.sleep(_POLL_S)
-    _tell(f"{engine.name} has ended")
-    return 1
+    ended = 0
+    for engine in engines:
+        while runs := engine.look():
+            if not engine.problem and done(engine.status.service):
+                print(f"{engine.name} {what}")
+                break
+            if time.monotonic() >= deadline:
+                why = f"; {_left(engine)}" if engine.problem else "; its log may say why"
+                _tell(f"{engine.name} has not obeyed within {NOTICE_S:g} s{why}")
+                return 1
+            time.sleep(_POLL_S)
+        if not runs:
+            ended += 1
+            _tell(f"{engine.name} has ended")
+    return min(ended, 1)
 
 
 def _namespace(given: str | None) -> str:

@@ -31,7 +31,8 @@ Phase = Literal["serving", "draining", "drained"]
 
 DRAIN: Final = ".drain"
 ROLE: Final = ".role"
-ORDER: Final = re.compile(r"\.?[0-9a-f]{16}\.(?:drain|role)")
+ORDER: Final = re.compile(r"\.?([0-9a-f]{16})(?:\.[0-9a-f]{16})?\.(?:drain|role)")
+"""Names of signal files, and of hidden ones that are being written, with the engine's name."""
 
 MAX_BYTES: Final = 64
 """Bound on the size of an order in bytes: it is one word."""
@@ -132,6 +133,8 @@ def _content(path: Path) -> bytes | None:
 def give_order(status: Path, kind: str, text: str = "") -> None:
     """Make or replace a signal file of the engine with this status file.
 
+    Several processes may do so at the same time: each API server of an engine, for one.
+
     Args:
         kind: `DRAIN` or `ROLE`.
         text: what the file says.
@@ -139,14 +142,17 @@ def give_order(status: Path, kind: str, text: str = "") -> None:
     Raises:
         OSError: it cannot be written.
     """
-    hidden = status.with_name(f".{status.stem}{kind}")
-    hidden.unlink(missing_ok=True)  # of a command that was killed
+    hidden = status.with_name(f".{status.stem}.{os.urandom(8).hex()}{kind}")
     fd = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
-    os.rename(hidden, status.with_suffix(kind))
+        try:
+            os.write(fd, text.encode())
+        finally:
+            os.close(fd)
+        os.rename(hidden, status.with_suffix(kind))
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
 
 
 def take_back(status: Path, kind: str) -> None:
@@ -160,7 +166,8 @@ def take_back(status: Path, kind: str) -> None:
 
 def forget_orders(status: Path) -> None:
     """Remove all signal files of an engine that has ended. Raises nothing."""
-    for kind in (DRAIN, ROLE):
-        for path in (status.with_suffix(kind), status.with_name(f".{status.stem}{kind}")):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        for name in os.listdir(status.parent):
+            order = ORDER.fullmatch(name)
+            if order is not None and order[1] == status.stem:
+                status.with_name(name).unlink(missing_ok=True)

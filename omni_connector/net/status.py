@@ -106,6 +106,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
         role: its `kv_role`.
         model: what peers compare to know that they run the same weights.
         host: name of its host, or of its container.
+        container: its container, as `container` names it.
         pid: of the process of its scheduler half, as that process sees it.
         vllm, omni_connector: their versions.
         ranks: how many have an arena, of all its pipeline stages together.
@@ -126,6 +127,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     role: _Text
     model: _Text
     host: _Text = ""
+    container: _Text = ""
     pid: _Count = 0
     vllm: _Text = ""
     omni_connector: _Text = ""
@@ -154,6 +156,15 @@ def label(engine_id: str) -> str:
     """
     drawn = _DRAWN_ID.fullmatch(engine_id)
     return engine_id if drawn is None else drawn[1] + drawn[2]
+
+
+def container() -> str:
+    """Which container of the host this process is in: the name of its mount namespace, as the
+    containers of a pod have one host name. "" where the kernel tells none."""
+    try:
+        return os.readlink("/proc/self/ns/mnt")
+    except OSError:
+        return ""
 
 
 def last_part(model: str) -> str:
@@ -265,6 +276,7 @@ class StatusReport:
             engine_id=plain(engine.engine_id)[:512],
             model=plain(engine.model)[:512],
             host=plain(socket.gethostname()),
+            container=container(),
             pid=os.getpid(),
             omni_connector=__version__,
             started=time.time(),
@@ -389,13 +401,12 @@ def read_each(folder: Path) -> tuple[dict[Path, EngineStatus], list[str]]:
     remarks: list[str] = []
     for name in _names(folder, hidden=False):
         try:
-            fd = _of_living(folder / name)
-            if fd is None:
-                continue
-            with open(fd, "rb") as file:
-                found[folder / name] = _decoded(file.read(MAX_BYTES + 1))
-        except (OSError, ValueError, RecursionError) as error:  # msgspec's own are ValueErrors
+            status = read_file(folder / name)
+        except (OSError, ValueError) as error:
             remarks.append(plain(f"{name} was skipped: {error}"))
+            continue
+        if status is not None:
+            found[folder / name] = status
     return found, remarks
 
 
@@ -419,16 +430,16 @@ def sweep(folder: Path) -> None:
     Raises:
         OSError: the folder cannot be read.
     """
-    orders = [folder / name for name in os.listdir(folder) if ORDER.fullmatch(name)][:MAX_FILES]
+    orders = [found for name in os.listdir(folder) if (found := ORDER.fullmatch(name))][:MAX_FILES]
     for name in _names(folder, hidden=True):
         with contextlib.suppress(OSError):
             fd = _of_living(folder / name)
             if fd is not None:
                 os.close(fd)
     for order in orders:
-        if not order.with_name(order.name.removeprefix(".")).with_suffix(".status").exists():
+        if not (folder / f"{order[1]}.status").exists():
             with contextlib.suppress(OSError):
-                order.unlink(missing_ok=True)
+                (folder / order[0]).unlink(missing_ok=True)
 
 
 def _names(folder: Path, *, hidden: bool) -> list[str]:
@@ -468,7 +479,10 @@ def _of_living(path: Path) -> int | None:
 def _decoded(text: bytes) -> EngineStatus:
     if len(text) > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES} bytes")
-    status = _decoder.decode(text)
+    try:
+        status = _decoder.decode(text)  # msgspec's own errors are ValueErrors
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if status.format != FORMAT:
         raise ValueError(
             f"its format is {status.format} (omni-connector {plain(status.omni_connector[:64])}), "
@@ -478,7 +492,15 @@ def _decoded(text: bytes) -> EngineStatus:
         status,
         **{
             name: plain(getattr(status, name))
-            for name in ("engine_id", "role", "model", "host", "vllm", "omni_connector")
+            for name in (
+                "engine_id",
+                "role",
+                "model",
+                "host",
+                "container",
+                "vllm",
+                "omni_connector",
+            )
         },
         **{
             name: {plain(key): value for key, value in getattr(status, name).items()}

@@ -27,7 +27,7 @@ from omni_connector.config import OmniConfig
 from omni_connector.errors import OmniError
 from omni_connector.net.orders import DRAIN, give_order
 from omni_connector.net.runtime import runtime_dir
-from omni_connector.net.status import EngineStatus, read_each
+from omni_connector.net.status import EngineStatus, read_each, read_file
 from omni_connector.plugin import CONNECTOR_NAME
 
 logger = logging.getLogger("vllm.omni_connector.drain")
@@ -38,8 +38,14 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 HEALTH: Final = "/health"
-UNCOUNTED: Final = frozenset({HEALTH, "/ping", "/metrics", "/load", "/version"})
-"""Paths by which others look at a server; a request to another path is work."""
+_PINGS: Final = frozenset({HEALTH, "/ping"})
+
+# What a request with one of these methods asks for is there already: `/v1/models`, `/metrics`, a
+# load balancer's look.
+_LOOKS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+
+# Below it a GET may wait for an answer that is being computed.
+_RESPONSES: Final = "/v1/responses/"
 
 # Seconds between two looks at the status files.
 _LOOK_S: Final = 0.25
@@ -54,13 +60,23 @@ _STOP_PART: Final = 0.25
 _UNAVAILABLE: Final = b"draining\n"
 
 
-@dataclass(frozen=True)
+def is_work(method: str, path: str) -> bool:
+    """Whether a request is work. Others look at a server all the time, and it is idle still."""
+    return path not in _PINGS and (method not in _LOOKS or path.startswith(_RESPONSES))
+
+
+@dataclass
 class _Server:
-    """Of the server that the middleware is in: how its engines are found, and its time-outs."""
+    """Of the server that the middleware is in: how its engines are found, and its time-outs.
+
+    Attributes:
+        files: status files of its engines that were there at the last look.
+    """
 
     engine_id: str
     config: OmniConfig
     timeout: float
+    files: frozenset[Path] = frozenset()
 
     @classmethod
     def of(cls, app: Any) -> "_Server | None":
@@ -79,15 +95,42 @@ class _Server:
                 return cls(transfer.engine_id, config, timeout)
         return None
 
-    def engines(self) -> dict[Path, EngineStatus]:
-        """What its engines say, by status file. Each data-parallel rank has an id of its own."""
-        found, _ = read_each(runtime_dir(self.config.namespace))
-        return {
+    def engines(self) -> dict[Path, EngineStatus | None]:
+        """What its engines say, by status file; None where a file cannot be read now. Each
+        data-parallel rank has an id of its own.
+
+        Raises:
+            OmniError, OSError: the folder, or each file in it, cannot be read.
+        """
+        found, remarks = read_each(runtime_dir(self.config.namespace))
+        engines: dict[Path, EngineStatus | None] = {
             file: status
             for file, status in found.items()
             if status.engine_id.rpartition("_dp")[0] == self.engine_id
             or status.engine_id == self.engine_id
         }
+        for file in self.files - engines.keys():
+            try:
+                status = read_file(file)
+            except (OSError, ValueError):
+                engines[file] = None
+            else:
+                if status is not None:
+                    engines[file] = status
+        if remarks and not engines:
+            raise OSError(remarks[0])
+        self.files = frozenset(engines)
+        return engines
+
+    def drain(self) -> bool:
+        """Have all its engines drain; returns whether all are drained."""
+        engines = self.engines()
+        for file in engines:
+            if not file.with_suffix(DRAIN).exists():
+                give_order(file, DRAIN)
+        return all(
+            each is not None and each.service.phase == "drained" for each in engines.values()
+        )
 
 
 class DrainMiddleware:
@@ -113,13 +156,13 @@ class DrainMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"]
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path == HEALTH and await self._drains():
             headers = [(b"content-type", b"text/plain"), (b"retry-after", b"1")]
             await send({"type": "http.response.start", "status": 503, "headers": headers})
             await send({"type": "http.response.body", "body": _UNAVAILABLE})
             return
-        if path in UNCOUNTED:
+        if not is_work(scope["method"], path):
             await self._app(scope, receive, send)
             return
         self._active += 1
@@ -151,7 +194,9 @@ class DrainMiddleware:
             self._looked_at = time.monotonic()
             with contextlib.suppress(OSError, OmniError):
                 engines = await asyncio.to_thread(server.engines)
-                self._ordered = any(each.service.phase != "serving" for each in engines.values())
+                drains = [each and each.service.phase != "serving" for each in engines.values()]
+                if None not in drains or True in drains:  # else it is not known
+                    self._ordered = True in drains
         return self._ordered
 
     async def _drain(self) -> None:
@@ -161,11 +206,19 @@ class DrainMiddleware:
         began = time.monotonic()
         ends = began + server.timeout - min(_STOP_S, _STOP_PART * server.timeout)
         logger.info("Draining: %s answers 503, and requests are served until none comes", HEALTH)
+        problem = ""
         try:
-            await asyncio.to_thread(self._order, server)
             while time.monotonic() < ends:
+                try:
+                    empty = await asyncio.to_thread(server.drain)
+                except (OSError, OmniError) as error:  # what engines hold is not known
+                    empty = False
+                    if str(error) != problem:
+                        problem = str(error)
+                        logger.warning("Status files of engines cannot be used: %s", error)
+                # From the beginning on routers see that it drains.
                 idle = time.monotonic() - max(began, self._last_request)
-                if not self._active and idle >= quiet and await self._empty(server):
+                if empty and not self._active and idle >= quiet:
                     logger.info("Drained in %.1f s", time.monotonic() - began)
                     break
                 await asyncio.sleep(_LOOK_S)
@@ -176,17 +229,5 @@ class DrainMiddleware:
                     time.monotonic() - began,
                     self._active,
                 )
-        except (OSError, OmniError) as error:
-            logger.warning("Not drained: the runtime folder cannot be used: %s", error)
         finally:
             os.kill(os.getpid(), signal.SIGINT)  # which vLLM handles as it would SIGTERM
-
-    @staticmethod
-    def _order(server: _Server) -> None:
-        for file in server.engines():
-            give_order(file, DRAIN)
-
-    @staticmethod
-    async def _empty(server: _Server) -> bool:
-        engines = await asyncio.to_thread(server.engines)
-        return all(each.service.phase == "drained" for each in engines.values())

@@ -103,7 +103,7 @@ class LiveGauges:
             # Before the file is read: a step may come meanwhile, after which it counts anew.
             self._read[engine_id] = version
             engine = read_file(path)
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError):
             engine = None
         if engine is None or engine.engine_id != engine_id:
             del self._files[engine_id]

@@ -16,7 +16,7 @@ from omni_connector.cli.main import main
 from omni_connector.cli.orders import OrderedEngine
 from omni_connector.net.orders import NO_ORDERS, Orders, Service
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_dir
-from omni_connector.net.status import EngineStatus, StatusFile, Usage
+from omni_connector.net.status import EngineStatus, StatusFile, Usage, container
 
 from ..patience import lengthen
 
@@ -33,8 +33,15 @@ class StandIn:
     """
 
     def __init__(
-        self, name: str, answers: list[Service], kv_role: str, *, orderly: bool = False
+        self,
+        name: str,
+        answers: list[Service],
+        kv_role: str,
+        container: str,
+        *,
+        orderly: bool = False,
     ) -> None:
+        self._container = container
         self.file = StatusFile(runtime_dir())
         self._answers = answers
         self._orderly = orderly
@@ -55,6 +62,7 @@ class StandIn:
             engine_id=self._name,
             role=self._kv_role,
             model="m",
+            container=self._container,
             written=time.time(),
             service=service,
             usage=Usage(8, 2, 0, 0, 1),
@@ -91,9 +99,13 @@ def make(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[StandIn] = []
 
     def make(
-        name: str, *answers: Service, kv_role: str = "kv_both", orderly: bool = False
+        name: str,
+        *answers: Service,
+        kv_role: str = "kv_both",
+        container: str = "",
+        orderly: bool = False,
     ) -> StandIn:
-        made.append(StandIn(name, list(answers), kv_role, orderly=orderly))
+        made.append(StandIn(name, list(answers), kv_role, container, orderly=orderly))
         made[-1].begin()
         return made[-1]
 
@@ -179,10 +191,11 @@ def test_a_drained_engine_that_still_gets_requests_is_not_quiet(
     one = make("one", SERVING)
     numbers = itertools.count(2)
 
-    def now(_: OrderedEngine) -> EngineStatus:
-        return one.says(service(phase="drained", requests=0, arrived=next(numbers)))
+    def look(engine: OrderedEngine) -> bool:
+        engine.status = one.says(service(phase="drained", requests=0, arrived=next(numbers)))
+        return True
 
-    monkeypatch.setattr(OrderedEngine, "now", now)
+    monkeypatch.setattr(OrderedEngine, "look", look)
     assert main(["drain", "one", "--wait", "0.5", "--quiet", "0.3"]) == 1
 
 
@@ -193,6 +206,53 @@ def test_an_engine_that_ends_meanwhile_is_drained(
     threading.Timer(0.3, one.close).start()
     assert main(["drain", "one", "--wait", "30", "--quiet", "0.1"]) == 0
     assert capsys.readouterr().out == "one has ended\n"
+
+
+def test_an_engine_whose_file_cannot_be_read_has_not_ended(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = make("one", SERVING)
+    threading.Timer(0.2, one.file.write, [b"?"]).start()
+    assert main(["drain", "one", "--wait", "0.6", "--quiet", "0.1"]) == 1
+    assert "one is not drained after 0.6 s: its status file cannot be read" in (
+        capsys.readouterr().err
+    )
+    assert main(["drain", "one"]) == 1
+    assert "was skipped" in capsys.readouterr().err
+
+
+def test_without_a_name_the_engine_of_the_own_container_drains(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each container of a pod has an engine, and runs this as its preStop hook."""
+    other = make("one", container="mnt:[1]")
+    make("two", SERVING, service(phase="drained", requests=0), container=container())
+    assert main(["drain", "--wait", "30", "--quiet", "0.1"]) == 0
+    assert capsys.readouterr().out == "two is drained\n"
+    assert other.file.orders() == NO_ORDERS
+    assert main(["drain", "o", "--undo"]) == 0  # a name may be of any container
+
+
+@pytest.mark.parametrize("places", [("mnt:[1]", "mnt:[1]"), ("", ""), None])
+def test_without_a_name_engines_that_are_equally_near_are_named(
+    make: Make, capsys: pytest.CaptureFixture[str], places: tuple[str, str] | None
+) -> None:
+    for name, place in zip(("one", "two"), places or 2 * (container(),), strict=True):
+        make(name, container=place)
+    assert main(["drain"]) == 2
+    assert "name one of one, two" in capsys.readouterr().err
+
+
+def test_the_ranks_of_a_server_drain_together(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drained = service(phase="drained", requests=0)
+    ranks = [make(f"one_dp{rank}", SERVING, drained) for rank in (0, 1)]
+    assert main(["drain", "one", "--wait", "30", "--quiet", "0.1"]) == 0
+    assert capsys.readouterr().out == "one_dp0 is drained\none_dp1 is drained\n"
+    assert [each.file.orders().drain for each in ranks] == [True, True]
+    assert main(["role", "one_dp1", "both"]) == 0
+    assert capsys.readouterr().out == "one_dp1 has the role both\n"
 
 
 def test_a_drain_is_taken_back(make: Make, capsys: pytest.CaptureFixture[str]) -> None:

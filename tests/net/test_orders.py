@@ -45,6 +45,34 @@ def test_orders_are_read_and_taken_back(engine: Path, role: str) -> None:
     assert not list(engine.parent.iterdir())
 
 
+def test_many_may_give_the_same_order_at_once(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the API servers of one engine do, which all get SIGTERM."""
+    rename = os.rename
+    late = iter(range(8))
+
+    def overtaken(*paths: Path) -> None:
+        if next(late, None) is not None:
+            give_order(engine, DRAIN)  # of another process, which is faster
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", overtaken)
+    give_order(engine, DRAIN)
+    assert read_orders(engine) == Orders(drain=True)
+    assert list(engine.parent.iterdir()) == [engine.with_suffix(DRAIN)]
+
+
+def test_an_order_that_fails_leaves_nothing(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*paths: Path) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(os, "rename", full)
+    with pytest.raises(OSError, match="no space"):
+        give_order(engine, DRAIN)
+    assert not list(engine.parent.iterdir())
+
+
 def test_an_operator_may_write_them_by_hand(engine: Path) -> None:
     engine.with_suffix(".drain").touch()
     engine.with_suffix(".role").write_text("decode\n")
@@ -98,6 +126,7 @@ def test_orders_go_with_their_engine(place: Path) -> None:
     (path,) = place.glob("*.status")
     give_order(path, DRAIN)
     give_order(path, ROLE, "decode")
+    path.with_name(f".{path.stem}.0123456789abcdef.role").touch()  # of a command that was killed
     assert file.orders() == Orders(drain=True, role="decode")
     status.sweep(place)
     assert file.orders() == Orders(drain=True, role="decode")
@@ -109,5 +138,6 @@ def test_orders_to_engines_that_are_gone_are_swept(engine: Path) -> None:
     other = engine.with_name("fedcba9876543210.txt")
     other.touch()
     give_order(engine, DRAIN)
+    engine.with_name(f".{engine.stem}.0123456789abcdef.drain").touch()
     status.sweep(engine.parent)
     assert list(engine.parent.iterdir()) == [other]

@@ -136,6 +136,26 @@ def test_a_file_is_replaced_as_a_whole_and_nobody_else_reads_it(place: Path) -> 
     assert len(os.listdir("/proc/self/fd")) <= descriptors - 1
 
 
+def test_a_file_that_is_replaced_while_it_is_opened_is_not_that_of_a_dead_engine(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = StatusFile(place)
+    file.write(encoded(engine_id="older"))
+    opened = module.open_own_file
+    writes = iter([encoded(engine_id="newer")])
+
+    def overtaken(path: Path) -> int:
+        fd = opened(path)
+        for text in writes:
+            file.write(text)
+        return fd
+
+    monkeypatch.setattr(module, "open_own_file", overtaken)
+    ((found,), remarks) = read(place)
+    assert (found.engine_id, remarks) == ("newer", [])
+    file.close()
+
+
 def test_what_cannot_be_written_is_told_once_and_tried_again(
     place: Path, clock: FakeClock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from omni_connector.vllm_v1 import drain_middleware
 from omni_connector.vllm_v1.drain_middleware import DrainMiddleware
 
 QUIET_S = 0.3
+WAITS = {"/v1/completions", "/v1/responses/resp_1"}
 
 
 class StandIn:
@@ -81,7 +82,7 @@ class Server:
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
-        if scope["path"] == "/v1/completions":
+        if scope["path"] in WAITS:
             await self.go_on.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
@@ -92,7 +93,7 @@ class Server:
             loop.add_signal_handler(number, self.stopped.set)
         await self._middleware({"type": "lifespan", "app": self.app}, _nothing, _drop)
 
-    async def get(self, path: str) -> int:
+    async def ask(self, path: str = "/v1/completions", method: str = "POST", **scope: Any) -> int:
         """Status of the answer to a request."""
         statuses: list[int] = []
 
@@ -100,8 +101,13 @@ class Server:
             if "status" in message:
                 statuses.append(message["status"])
 
-        await self._middleware({"type": "http", "path": path}, _nothing, send)
+        scope |= {"type": "http", "path": path, "method": method}
+        await self._middleware(scope, _nothing, send)
         return statuses[0]
+
+    async def get(self, path: str, **scope: Any) -> int:
+        """The same of a GET."""
+        return await self.ask(path, "GET", **scope)
 
 
 async def _nothing() -> Any:
@@ -134,13 +140,13 @@ def test_it_drains_before_vllm_stops(engines: list[StandIn], connector: str) -> 
         server = Server(connector=connector)
         await server.start()
         assert await server.get("/health") == 200
-        running = asyncio.create_task(server.get("/v1/completions"))
+        running = asyncio.create_task(server.ask())
         await asyncio.sleep(0)
         terminate()
         await until(lambda: engines[0].drains)
         assert await server.get("/health") == 503
         engines[0].says("drained")
-        late = asyncio.create_task(server.get("/v1/completions"))  # it is served
+        late = asyncio.create_task(server.ask())  # it is served
         await asyncio.sleep(3 * QUIET_S)
         assert not server.stopped.is_set()  # requests are left
         server.go_on.set()
@@ -169,13 +175,16 @@ def test_it_waits_for_what_its_engines_hold_and_for_no_others(engines: list[Stan
     run(scene)
 
 
-def test_requests_that_still_come_put_the_end_off(
-    engines: list[StandIn], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """The middleware's clock; it looks all the time."""
     clock = FakeClock()
     monkeypatch.setattr(drain_middleware, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr(drain_middleware, "_LOOK_S", 0.01)
+    return clock
 
+
+def test_requests_that_still_come_put_the_end_off(engines: list[StandIn], clock: FakeClock) -> None:
     async def scene() -> None:
         server = Server(drain_quiet_s=0.5)
         server.go_on.set()
@@ -183,7 +192,7 @@ def test_requests_that_still_come_put_the_end_off(
         engines[0].says("drained")
         terminate()
         for _ in range(10):
-            assert await server.get("/v1/completions") == 200
+            assert await server.ask() == 200
             clock.advance(0.4)
             assert await server.get("/health") == 503  # which is no request
             await asyncio.sleep(0.05)  # it looks a few times
@@ -194,11 +203,145 @@ def test_requests_that_still_come_put_the_end_off(
     run(scene)
 
 
+def test_a_server_that_nobody_has_asked_for_long_is_not_quiet_at_once(
+    engines: list[StandIn], clock: FakeClock
+) -> None:
+    """Routers have not seen yet that it drains."""
+
+    async def scene() -> None:
+        server = Server(drain_quiet_s=5)
+        await server.start()
+        clock.advance(1000)
+        engines[0].says("drained")
+        terminate()
+        await until(lambda: engines[0].drains)
+        for _ in range(3):
+            await asyncio.sleep(0.05)  # it looks a few times
+            assert not server.stopped.is_set()
+            clock.advance(1.5)
+        clock.advance(1)
+        await server.stopped.wait()
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "works"),
+    [
+        ("GET", "/v1/models", False),
+        ("GET", "/metrics", False),
+        ("HEAD", "/", False),
+        ("POST", "/ping", False),
+        ("GET", "/v1/responses/resp_1", True),
+        ("POST", "/v1/chat/completions", True),
+    ],
+)
+def test_a_look_at_a_server_is_no_work(
+    engines: list[StandIn], clock: FakeClock, method: str, path: str, works: bool
+) -> None:
+    async def scene() -> None:
+        server = Server(drain_quiet_s=5)
+        server.go_on.set()
+        await server.start()
+        engines[0].says("drained")
+        terminate()
+        await until(lambda: engines[0].drains)
+        clock.advance(4)
+        assert await server.ask(path, method) == 200
+        clock.advance(2)
+        if works:
+            await asyncio.sleep(0.1)  # it looks a few times
+            assert not server.stopped.is_set()
+            clock.advance(5)
+        await server.stopped.wait()
+
+    run(scene)
+
+
+def test_an_answer_that_is_waited_for_is_work(engines: list[StandIn]) -> None:
+    async def scene() -> None:
+        server = Server()
+        await server.start()
+        waiting = asyncio.create_task(server.get("/v1/responses/resp_1"))
+        engines[0].says("drained")
+        terminate()
+        await asyncio.sleep(3 * QUIET_S)
+        assert not server.stopped.is_set()
+        server.go_on.set()
+        assert await waiting == 200
+        await server.stopped.wait()
+
+    run(scene)
+
+
+def test_a_status_file_that_cannot_be_read_is_not_that_of_an_engine_that_is_drained(
+    engines: list[StandIn],
+) -> None:
+    async def scene() -> None:
+        server = Server()
+        await server.start()
+        assert await server.get("/health") == 200
+        engines[0].file.write(b"?")
+        terminate()
+        await until(lambda: engines[0].drains)
+        await asyncio.sleep(3 * QUIET_S)
+        assert not server.stopped.is_set()
+        engines[0].says("drained")
+        await server.stopped.wait()
+
+    run(scene)
+
+
+def test_an_engine_that_could_not_be_read_at_first_drains_too(engines: list[StandIn]) -> None:
+    async def scene() -> None:
+        server = Server()
+        await server.start()
+        engines[0].file.write(b"?")
+        terminate()
+        await asyncio.sleep(3 * QUIET_S)
+        assert not server.stopped.is_set()
+        engines[0].says("draining")
+        await until(lambda: engines[0].drains)
+        engines[0].file.close()  # it ends
+        await server.stopped.wait()
+
+    run(scene)
+
+
+def test_an_order_that_fails_is_given_again(
+    engines: list[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give = drain_middleware.give_order
+    failing = iter([OSError("no space")])
+
+    def give_order(*args: Any) -> None:
+        for error in failing:
+            raise error
+        give(*args)
+
+    monkeypatch.setattr(drain_middleware, "give_order", give_order)
+
+    async def scene() -> None:
+        server = Server()
+        await server.start()
+        running = asyncio.create_task(server.ask())
+        await asyncio.sleep(0)
+        terminate()
+        await until(lambda: engines[0].drains)
+        assert not server.stopped.is_set()
+        server.go_on.set()
+        assert await running == 200
+        engines[0].says("drained")
+        await server.stopped.wait()
+
+    run(scene)
+
+
 def test_the_time_out_ends_the_wait(engines: list[StandIn]) -> None:
     async def scene() -> None:
         server = Server(timeout=1)
         await server.start()
-        running = asyncio.create_task(server.get("/v1/completions"))
+        running = asyncio.create_task(server.ask())
         await asyncio.sleep(0)
         terminate()
         await server.stopped.wait()
@@ -237,7 +380,11 @@ def test_health_follows_an_order_to_drain(engines: list[StandIn]) -> None:
         await server.start()
         engines[0].says("draining")
         assert await server.get("/health") == 503
+        assert await server.get("/a/health", root_path="/a") == 503
         assert await server.get("/ping") == 200
+        engines[0].file.write(b"?")  # so it is not known
+        await asyncio.sleep(0.3)
+        assert await server.get("/health") == 503
         engines[0].says("serving")
         await asyncio.sleep(0.3)
         assert await server.get("/health") == 200
@@ -249,7 +396,7 @@ def test_a_server_whose_folder_is_gone_stops(
     engines: list[StandIn], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene() -> None:
-        server = Server()
+        server = Server(timeout=1)
         await server.start()
         monkeypatch.setenv(RUNTIME_DIR_VARIABLE, str(place / "no" / "such"))
         terminate()
