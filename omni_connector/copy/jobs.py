@@ -22,6 +22,7 @@ from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, check_ids
 from omni_connector.kv.stripes import SlotGroup, of_stripe
+from omni_connector.net.runtime import kernel_name
 from omni_connector.runtime.stats import failure_kind
 from omni_connector.transports import Arena
 from omni_connector.transports.base import Endpoint
@@ -80,6 +81,31 @@ class SaveSpec(TransferSpec):
         check_ids(self.slots[copied], num_slots, "slot", written=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment that one process sets, and others keep.
+
+    Attributes:
+        at: in seconds of the clock of who set it.
+        left: seconds until then, when it was set.
+        kernel: whose clock that is.
+    """
+
+    at: float
+    left: float
+    kernel: str
+
+    @classmethod
+    def of(cls, at: float, clock: Callable[[], float]) -> Self:
+        """The deadline at a moment of a clock of this process."""
+        return cls(at, at - clock(), kernel_name())
+
+    def on(self, clock: Callable[[], float]) -> float:
+        """The same in seconds of a clock here. On another host nobody knows how long it took to
+        arrive, so there the time that was left counts from now on."""
+        return self.at if self.kernel == kernel_name() else clock() + self.left
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LoadSpec(TransferSpec):
     """Fill blocks with a peer's slots. Blocks that no slot holds a part of are zeroed.
@@ -92,8 +118,7 @@ class LoadSpec(TransferSpec):
             read.
         timeout: seconds from its first piece until the job is given up. Time in which it could go
             on, but other jobs did, does not count.
-        lease: seconds from its arrival in which the peer holds the slots for it; None where nothing
-            is leased.
+        lease: until when the peer holds the slots for it; None where nothing is leased.
         keys: what the headers of these slots must say (m,), objects; None where a lease says that
             they hold what is wanted.
         source: what the peer keeps; None where all its slots hold the bytes of our blocks, and
@@ -113,7 +138,7 @@ class LoadSpec(TransferSpec):
     generations: NDArray[np.int64]
     arenas: tuple[tuple[Endpoint, ...], ...]
     timeout: float
-    lease: float | None = None
+    lease: Deadline | None = None
     keys: NDArray[np.object_] | None = None
     source: CompatibilityKey | None = None
     shards: tuple[int, ...] = ()

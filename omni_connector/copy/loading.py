@@ -257,7 +257,7 @@ class _Load:
         self._fence = fence
         self._outcome = Outcome(job_id)
         self._steps: deque[LoadStep] = deque()  # not done yet
-        self._lease_ends = math.inf if spec.lease is None else rank.clock() + spec.lease
+        self._lease_ends = math.inf if spec.lease is None else spec.lease.on(rank.clock)
         self._give_up_at = math.inf
         self._sources = _Sources(rank, spec, self._lease_ends)
         self._attach_anew = False

@@ -13,7 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,6 +63,7 @@ class _Peer:
     link: Any = None  # None while its name is looked up, and after its end
     asked_at: float = 0.0
     epoch: bytes = b""  # of the engine that was asked last
+    unsent: list[Request] = field(default_factory=list)  # until its name is looked up
 
 
 class ControlChannel:
@@ -389,8 +390,9 @@ class ControlChannel:
         if len(self._peers) >= MAX_PEERS:
             # Failed peers are kept, so that not every request asks them again. They make room if
             # no other does, as anybody can name many engines that do not exist.
-            idle = [p for p in self._peers.values() if p.session.idle and not p.session.failure]
-            idle = idle or [p for p in self._peers.values() if p.session.failure]
+            peers = self._peers.values()
+            idle = [p for p in peers if p.session.idle and not (p.session.failure or p.unsent)]
+            idle = idle or [p for p in peers if p.session.failure]
             if not idle:
                 return PeerUnreachableError(f"{MAX_PEERS} engines are being talked to already")
             self._forget(min(idle, key=lambda each: each.asked_at))
@@ -439,7 +441,8 @@ class ControlChannel:
         except BaseException:
             self._disconnect(peer)
             raise
-        self._send(peer, [peer.session.handshake()])
+        unsent, peer.unsent = peer.unsent, []
+        self._send(peer, [peer.session.handshake(), *unsent])
 
     def _disconnect(self, peer: _Peer) -> None:
         if peer.link is not None:
@@ -485,8 +488,10 @@ class ControlChannel:
 
     def _send(self, peer: _Peer, messages: "list[Request]") -> None:
         for message in messages:
-            if peer.link is None:  # so the peer has got no lease request
-                return
+            if peer.link is None:
+                if peer.session.failure is None:  # its name is being looked up
+                    peer.unsent.append(message)
+                continue
             self._poller.used(peer.link.socket)
             try:
                 peer.link.socket.send(encode(message), zmq.NOBLOCK)

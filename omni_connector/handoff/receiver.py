@@ -23,7 +23,7 @@ from omni_connector.copy.held_blocks import (
     EngineRequest,
     RequestBlocks,
 )
-from omni_connector.copy.jobs import LoadSpec
+from omni_connector.copy.jobs import Deadline, LoadSpec
 from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError, ProtocolError
 from omni_connector.handoff.channel import MAX_PEERS, ControlChannel
 from omni_connector.handoff.client import Lease, LeaseDeniedError, PendingLease
@@ -434,7 +434,7 @@ class HandoffReceiver:
             generations=np.array(generations, np.int64),
             arenas=lease.handshake_reply.arenas,
             timeout=self._timeout,
-            lease=lease.expires - self._clock(),
+            lease=Deadline.of(lease.expires, self._clock),
             source=None if peer.has_bytes_of(self._compatibility) else peer,
         )
 

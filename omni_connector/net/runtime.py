@@ -95,11 +95,12 @@ def of_kernel(folder: Path) -> Path:
     # One file system may be mounted twice, with other options. Its inodes are others then, and
     # sockets bound in one mount refuse connections made in the other.
     device = next(each for each in (folder, *folder.parents) if each.exists()).stat().st_dev
-    return folder / hashlib.sha256(f"{_boot()}/{device}".encode()).hexdigest()[:8]
+    return folder / hashlib.sha256(f"{kernel_name()}/{device}".encode()).hexdigest()[:8]
 
 
-def _boot() -> str:
-    """What this kernel shares with no other, nor with itself after a restart."""
+def kernel_name() -> str:
+    """What this kernel shares with no other, nor with itself after a restart. Processes of one
+    kernel have one monotonic clock."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:  # a sandbox may hide it; then engines of one host name are taken to be near

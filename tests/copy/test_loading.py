@@ -11,7 +11,7 @@ import xxhash
 
 from omni_connector.arena.arena import Arena
 from omni_connector.copy import jobs
-from omni_connector.copy.jobs import LoadSpec
+from omni_connector.copy.jobs import Deadline, LoadSpec
 from omni_connector.copy.loading import Loader
 from omni_connector.copy.threads import CopyThread, Outcome
 from omni_connector.errors import PeerRefusedError, PeerUnreachableError
@@ -131,9 +131,20 @@ class Loads:
         return ByHand(name, turn)
 
     def submit(
-        self, job_id: int, slots: list[int], *, lease: float | None = 100.0, keyed: bool = False
+        self,
+        job_id: int,
+        slots: list[int],
+        *,
+        lease: float = 100.0,
+        under_way: float = 0.0,
+        keyed: bool = False,
     ) -> None:
-        """Load some slots, in generation 1, to blocks that are ten times their numbers."""
+        """Load some slots, in generation 1, to blocks that are ten times their numbers.
+
+        Args:
+            lease: seconds until its end, when the job is made.
+            under_way: seconds until it arrives.
+        """
         spec = LoadSpec(
             request_id=f"r{job_id}",
             blocks=BlockSpans.of([(0, [10 * slot + 10 for slot in slots])]),
@@ -141,9 +152,10 @@ class Loads:
             generations=np.ones(len(slots), np.int64),
             arenas=((self.endpoint,),),
             timeout=TIMEOUT,
-            lease=None if keyed else lease,
+            lease=None if keyed else Deadline.of(self.clock() + lease, self.clock),
             keys=np.array([KEY] * len(slots), object) if keyed else None,
         )
+        self.clock.advance(under_way)
         self.thread.submit(job_id, self.loader.work(job_id, spec, None))
 
     def attach(self) -> None:
@@ -300,6 +312,23 @@ def test_nothing_is_read_after_the_end_of_the_lease(arena: Arena) -> None:
     assert loads.bad(2) == {60}
     assert loads.bad(3) == {70, 80}
     assert loads.copier.zeroed == [60, 70, 80]
+
+
+@pytest.mark.parametrize(("kernel", "left"), [("", 0.2), ("another", 0.5)])
+def test_a_lease_is_over_when_the_scheduler_half_says_wherever_its_clock_is_known(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, kernel: str, left: float
+) -> None:
+    """A worker may begin a step long after it was built."""
+    loads = Loads(arena)
+    monkeypatch.setattr(jobs, "kernel_name", iter(["", kernel]).__next__)
+    loads.submit(1, [0], lease=0.5, under_way=0.3)
+    loads.run()
+    loads.clock.advance(left - 0.01)
+    loads.run()
+    assert loads.failures() == {}
+    loads.clock.advance(0.02)
+    loads.run()
+    assert loads.failures() == {1: "lease_expired"}
 
 
 def test_a_lease_that_ends_while_its_load_waits_ends_the_wait(arena: Arena) -> None:

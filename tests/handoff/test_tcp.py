@@ -949,6 +949,26 @@ def test_a_peer_may_be_named(
     assert "nobody" in str(unknown)
 
 
+@pytest.mark.parametrize("how", ["dropped", "cancelled"])
+def test_a_handoff_that_is_let_go_of_while_a_name_is_looked_up_ends(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, friend: Asker, how: str
+) -> None:
+    found: Future[HostPort] = Future()
+    monkeypatch.setattr(resolver_module.Resolver, "look_up", lambda *_: found)
+    address, handoff = f"tcp://node:{port_of(engine)}", engine.handoff()
+    if how == "dropped":
+        friend.channel.drop(address, handoff.token)
+    else:
+        epoch = engine.handshake_reply.epoch
+        pending = PendingLease(handoff.token, PROMPT, epoch, "", time.monotonic() + LONG)
+        pending.future.cancel()
+        friend.channel.request_lease(address, pending)
+    other = ask(friend.channel, address, engine.handoff().token, engine.handshake_reply.epoch)
+    found.set_result(HostPort("127.0.0.1", port_of(engine)))
+    assert other.result(LONG)
+    assert handoff.closed
+
+
 def test_a_name_that_is_looked_up_for_ever_holds_up_nothing(
     monkeypatch: pytest.MonkeyPatch, engine: Engine, compatibility: CompatibilityKey
 ) -> None:

@@ -376,8 +376,8 @@ MENDED: Final = (
         "a load that has queued longer than its lease reads what the peer may use again",
         (
             "omni_connector.copy.loading",
-            "        self._lease_ends = math.inf if spec.lease is None else rank.clock() "
-            "+ spec.lease\n",
+            "        self._lease_ends = math.inf if spec.lease is None else "
+            "spec.lease.on(rank.clock)\n",
             "        self._lease_ends = math.inf\n",
         ),
     ),
