@@ -118,7 +118,6 @@ class HandoffSender:
         self.waiting: OrderedDict[str, _Send] = OrderedDict()
         # The pool's count of releases when the first of them found no room.
         self._tried: int | None = None
-        self._wait_until = 0.0  # when the first of them gives up, in seconds of the clock
 
     def add(self, request: EngineRequest, prompt: Prompt, refusal: str | None = None) -> None:
         """A request that asks for a hand-off has arrived.
@@ -147,8 +146,6 @@ class HandoffSender:
     def admit(self) -> None:
         """Give room to the waiting requests in their order, so that smaller ones cannot overtake a
         large one for ever. Only the first is tried, and only when slots were released."""
-        if self._pool.releases == self._tried and self._clock() < self._wait_until:
-            return
         while self.waiting:
             request_id, send = next(iter(self.waiting.items()))
             if self._tried != self._pool.releases:
@@ -160,8 +157,7 @@ class HandoffSender:
             if send.handoff is not None:
                 self.admitted[request_id] = send
             elif send.refusal is None:
-                self._wait_until = send.wait_until or 0.0
-                if self._clock() < self._wait_until:
+                if self._clock() < (send.wait_until or 0.0):
                     return
                 text = f"no room in the arena for {self._arena_wait:g} s"
                 self._refuse(send, "arena_full", text)
@@ -299,7 +295,6 @@ class HandoffSender:
             send.block_ids.clear()
             del self.admitted[request_id]
             send.copied = list(send.first_blocks)
-        self._tried = None
         self._on_complete()
         return voided
 

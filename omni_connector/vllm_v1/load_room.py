@@ -70,7 +70,6 @@ class LoadRoom:
         request_id = request.request_id
         if self.under_way and not self._has_room(request, local, end):
             return False
-        self._next = None
         self._admitted = (request_id, end)
         return True
 

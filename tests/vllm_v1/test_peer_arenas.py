@@ -224,16 +224,16 @@ def test_loads_share_an_arena_and_the_last_one_lets_go(keep):
 
 def test_a_failed_load_does_not_close_what_another_reads(keep):
     kept = keep()
-    one, two = kept.arenas.open(), kept.arenas.open()
-    arena = one.get(endpoint())
-    assert two.get(endpoint()) is arena
-    one.close(failed=True)
-    three = kept.arenas.open()
-    assert three.get(endpoint()) is not arena
-    assert not arena.closed
-    two.close(failed=False)
+    loads = [kept.arenas.open() for _ in range(3)]
+    (arena,) = {load.get(endpoint()) for load in loads}
+    loads[0].close(failed=True)
+    later = kept.arenas.open()
+    assert later.get(endpoint()) is not arena
+    loads[1].close(failed=False)
+    assert not arena.closed  # the last load reads it
+    loads[2].close(failed=False)
     assert arena.closed == 1
-    three.close(failed=False)
+    later.close(failed=False)
 
 
 def test_another_epoch_at_the_address_is_another_arena(keep):
