@@ -74,14 +74,19 @@ Prefixes are shared by engines with the same kernels.
 
 | | between like engines | where block size, tensor-parallel size or layout differ |
 | --- | --- | --- |
-| FP8 KV, or scales for each token and head | yes | yes |
-| NVFP4 KV: scales lie behind all tokens of a block | yes (*) | no |
+| FP8 KV, or scales for each token and head | yes (**) | yes |
+| TurboQuant | yes (**) | yes |
+| NVFP4 KV, TurboQuant with FlyDSL: scales lie behind all tokens of a block | yes (*) | no |
+| UltraQuant, and kinds of quantized KV that packages register | yes | no |
 | sparse MLA with an indexer (DeepSeek V3.2) | yes | in tensor-parallel size only |
 | other kernels of ROCm, and of other packages | yes | no |
 
 In the last column the kernels are the same on both sides.
 
 (*) FlashInfer writes NVFP4 in two ways, by the GPU: `fa2` and `trtllm`; they refuse each other.
+(**) Some GPUs encode FP8 numbers in another way: those of AMD's MI300 series (`fnuz`), and with
+`turboquant_k8v4` NVIDIA's before Ada (`e4b15`). These and others refuse each other.
+Each kind of quantized KV is compared by its name, as in `TRITON_ATTN.fp8_e4m3`.
 On CPUs, `make test` checks the layouts of this table, but not the kernels that need a GPU.
 
 ## Recurrent states

@@ -21,13 +21,28 @@ def digest(what: object) -> str:
     return hashlib.blake2b(_text(what).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def numerics_of(vllm_config: Any) -> str | UnsetType:
+def stored_as(kv_dtype: str, dtype: object) -> str:
+    """The type of numbers that a `--kv-cache-dtype` stands for, by one name.
+
+    Args:
+        dtype: the model's `torch.dtype`.
+    """
+    if kv_dtype == "auto":
+        return str(dtype).removeprefix("torch.")
+    return "fp8_e4m3" if kv_dtype == "fp8" else kv_dtype
+
+
+def numerics_of(vllm_config: Any, engram_tokens: str | None = None) -> str | UnsetType:
     """The settings of an engine that change its KV, as a `CompatibilityKey` has them.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
+        engram_tokens: digest of the tokenizer that the model itself computes with; None where it
+            computes with none.
     """
     told = [*_by_length(vllm_config.model_config)]
+    if engram_tokens is not None:
+        told.append(f"tokenizer of engram={engram_tokens}")
     for name, value in _settings(vllm_config).items():
         if value not in (None, False, {}):  # as they usually are
             told.append(f"{name}={value if isinstance(value, str) else _text(value)}")
@@ -36,7 +51,7 @@ def numerics_of(vllm_config: Any) -> str | UnsetType:
 
 
 def _by_length(model: Any) -> Iterator[str]:
-    """What vLLM chooses by `max_model_len` when it builds the model."""
+    """What vLLM chooses by `max_model_len` when it builds the model, or its processor."""
     config = model.hf_text_config
     long = [rope for rope in _ropes(config) if rope.get("rope_type") == "longrope"]
     if long:  # see `Phi3LongRoPEScaledRotaryEmbedding`
@@ -46,6 +61,18 @@ def _by_length(model: Any) -> Iterator[str]:
         said = {**model.try_get_generation_config(), **model.override_generation_config}
         tuned = said.get("attn_temperature_tuning", _built_for(model) > _TUNED_BEYOND)
         yield f"attn_temperature_tuning={bool(tuned)}"
+    if model.multimodal_config is not None and _scales_media(model.hf_config):
+        yield f"media scaled for max_model_len={model.max_model_len}"
+
+
+def _scales_media(config: Any) -> bool:
+    """Whether vLLM's processor scales images or videos down to what `max_model_len` leaves."""
+    names = getattr(config, "architectures", None) or ()
+    if any(name.startswith("Dots3Note") for name in names):  # see `Dots3NoteProcessor`
+        return True
+    # See `DynamicResolutionImageTiler`, of NemotronH_Nano_VL_V2 and others.
+    arguments = getattr(getattr(config, "vision_config", None), "args", None)
+    return isinstance(arguments, Mapping) and "min_num_patches" in arguments
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
@@ -85,6 +112,7 @@ def _settings(vllm_config: Any) -> dict[str, object]:
         pruned = media.video_pruning_rate
         found |= {
             "mm_processor_kwargs": media.mm_processor_kwargs,
+            "media_io_kwargs": media.media_io_kwargs,
             "mm_encoder_attn_dtype": media.mm_encoder_attn_dtype,
             "video_pruning_rate": pruned,
             "video_pruning_method": media.video_pruning_method if pruned else None,

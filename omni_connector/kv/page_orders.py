@@ -17,8 +17,8 @@ CPU: Final = "CPU_ATTN"
 
 # By vLLM's sources, the kernels that keep rows, by what they keep of a token: keys and values of
 # each head, of one size or of two, or the latent of MLA. Not among them: sparse MLA and its
-# indexers, whose scales may lie behind all tokens; NVFP4, whose scales do; ROCM_ATTN, which keeps
-# pieces of 16 bytes of all tokens together.
+# indexers, whose scales may lie behind all tokens; TurboQuant with FlyDSL (`TURBOQUANT.soa`), whose
+# scales do; ROCM_ATTN, which keeps pieces of 16 bytes of all tokens together.
 _KEPT: Final = {
     "keys and values": (
         "FLASHINFER",
@@ -46,10 +46,18 @@ _KEPT: Final = {
     "TurboQuant": ("TURBOQUANT",),
 }
 _ROWS: Final = {kernel: kept for kept, kernels in _KEPT.items() for kernel in kernels}
+
+# By vLLM's sources, too, the kinds of quantized KV that these kernels keep as rows. Scales of each
+# token and head lie in its row. Not among them: NVFP4, whose scales lie behind all tokens.
+_FP8: Final = frozenset({"fp8_e4m3", "fp8_e5m2"})
+_SCALED: Final = frozenset({"fp8_per_token_head", "int4_per_token_head", "int8_per_token_head"})
+_TURBOQUANT: Final = frozenset(
+    {"turboquant_3bit_nc", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_k8v4"}
+)
 _PAGE: Final = re.compile(r"(?:H(?P<heads>\d+)\.)?N(?P<tokens>\d+)\.C(?P<content>\d+)")
 
 
-def kernel_order(view: str, kernel: str, *, item: int, own_heads: bool) -> str:
+def kernel_order(view: str, kernel: str, *, item: int, own_heads: bool, quantized: str = "") -> str:
     """The byte order of a page as a kernel fills it; see `SlotConverter`.
 
     Args:
@@ -58,11 +66,23 @@ def kernel_order(view: str, kernel: str, *, item: int, own_heads: bool) -> str:
         item: bytes of a number.
         own_heads: whether the heads of the view are KV heads; some kernels have others there, such
             as one for all keys and one for all values.
+        quantized: the kind of quantized KV, as vLLM names it; "" for numbers as they are.
     """
     family, _, isa = kernel.partition(".")
     if family == CPU:
-        return _cpu_order(view, isa, item)
-    return view if own_heads and kernel in _ROWS else view + UNKNOWN
+        known = not quantized or quantized in _FP8
+        return _cpu_order(view, isa, item) if known else view + UNKNOWN
+    return view if own_heads and quantized in _kinds_in_rows(kernel) else view + UNKNOWN
+
+
+def _kinds_in_rows(kernel: str) -> frozenset[str]:
+    """The kinds of KV that a kernel keeps as rows; "" for numbers as they are."""
+    kept = _ROWS.get(kernel)
+    if kept is None:
+        return frozenset()
+    if kept == "TurboQuant":
+        return _TURBOQUANT
+    return _FP8 | {""} | (_SCALED if kernel == "TRITON_ATTN" else frozenset())
 
 
 def kept_by(kernel: str) -> str | None:

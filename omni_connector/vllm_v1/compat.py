@@ -110,6 +110,21 @@ def has_amx_fp8() -> bool:
     return bool(getattr(ops, "cpu_has_amx_fp8", bool)())
 
 
+def fp8_format(kind: str) -> str:
+    """How this platform encodes the FP8 numbers of a KV cache; "" for the usual way.
+
+    Args:
+        kind: of quantized KV, as vLLM names it.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_fp8_fnuz():
+        return "fnuz"
+    # As vLLM's kernels of TurboQuant decide it.
+    ampere = current_platform.is_cuda() and not current_platform.has_device_capability(89)
+    return "e4b15" if kind == "turboquant_k8v4" and ampere else ""
+
+
 def interleaves_values(impl: Any) -> bool:
     """Whether a layer interleaves the values of several tokens.
 

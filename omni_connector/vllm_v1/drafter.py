@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import UNSET, UnsetType
 
 from omni_connector.errors import ConfigError
-from omni_connector.kv.numerics import digest
+from omni_connector.kv.numerics import digest, stored_as
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -128,8 +128,9 @@ def drafter_id(
         "model": whose,
         "dtype": str(model.dtype),
         "quantization": model.quantization,
-        "kv_dtype": str(
-            getattr(speculative, "kv_cache_dtype", None) or vllm_config.cache_config.cache_dtype
+        "kv_dtype": stored_as(
+            getattr(speculative, "kv_cache_dtype", None) or vllm_config.cache_config.cache_dtype,
+            model.dtype,
         ),
         "auxiliary_layers": _auxiliary_layers(model.hf_config),
         "tokens_ahead": tokens_ahead(vllm_config),

@@ -21,7 +21,7 @@ from omni_connector.identity.weight_files import (
     process_began,
 )
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.kv.numerics import digest, numerics_of
+from omni_connector.kv.numerics import digest, numerics_of, stored_as
 from omni_connector.plugin import require_supported_vllm
 from omni_connector.vllm_v1.drafter import drafter_id, layers_of_drafter
 from omni_connector.vllm_v1.metadata import OmniHandshakeMetadata
@@ -81,9 +81,9 @@ def compatibility(
         dtype=str(model.dtype),
         quantization=quantization_id(model),
         overrides=overrides_id(model),
-        kv_dtype=str(cache.cache_dtype),
+        kv_dtype=stored_as(cache.cache_dtype, model.dtype),
         scales=scales_of_engine(scales),
-        numerics=numerics_of(vllm_config),
+        numerics=numerics_of(vllm_config, engram_tokens(model)),
         weights=weights or UNSET,
         drafter=drafter,
         drafter_layers=drafters or UNSET,
@@ -343,6 +343,26 @@ def quantization_id(model: "ModelConfig") -> str:
     if method is None and not any(settings):
         return ""
     return f"{method} {digest(settings)}"
+
+
+def engram_tokens(model: "ModelConfig") -> str | None:
+    """Digest of the texts of all tokens, of a model that looks n-grams of them up; None of others.
+
+    DeepSeek-V4.1 takes tokens of like texts for one there (`build_compressed_token_map` of vLLM),
+    by whatever `--tokenizer` says.
+    """
+    if not getattr(model.hf_text_config, "engram_layer_ids", None):
+        return None
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        model.tokenizer, trust_remote_code=model.trust_remote_code, revision=model.revision
+    )
+    texts = tokenizer.backend_tokenizer
+    ids = range(len(tokenizer))
+    return digest(
+        [(texts.decode([each], skip_special_tokens=False), texts.id_to_token(each)) for each in ids]
+    )
 
 
 def overrides_id(model: "ModelConfig") -> str:

@@ -8,14 +8,28 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
+from omni_connector.kv.numerics import stored_as
 from omni_connector.kv.page_orders import CPU, UNKNOWN, kept_by, kernel_order
-from omni_connector.vllm_v1.compat import has_amx_fp8, interleaves_values
+from omni_connector.vllm_v1.compat import fp8_format, has_amx_fp8, interleaves_values
 from omni_connector.vllm_v1.specs import own_layers, spec_of, transferred_groups
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _PLAIN: Final = (torch.bfloat16, torch.float16, torch.float32)
+# vLLM's `--kv-cache-dtype` for numbers as they are.
+_UNQUANTIZED: Final = frozenset({"auto", "bfloat16", "float16", "float32", "half", "float"})
+# Kinds of quantized KV without FP8 numbers, whose bytes mean the same on all platforms.
+_WITHOUT_FP8: Final = frozenset(
+    {
+        "int4_per_token_head",
+        "int8_per_token_head",
+        "turboquant_3bit_nc",
+        "turboquant_4bit_nc",
+        "turboquant_k3v4_nc",
+        "ultraquant_4bit",
+    }
+)
 _SCALES: Final = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
 
 
@@ -29,7 +43,7 @@ def attention_of(kv_cache_config: "KVCacheConfig", layers: Mapping[str, Any]) ->
         "+".join(
             sorted(
                 {
-                    _kernel(layers[name])
+                    _attention(spec_of(group, name), layers[name])
                     for name in own_layers(kv_cache_config, group)
                     if name in layers
                 }
@@ -60,7 +74,7 @@ def _kept(spec: "KVCacheSpec", layer: Any) -> str:
     if layer is None or not isinstance(spec, AttentionSpec):
         return ""
     kept = kept_by(_kernel(layer))
-    plain = spec.dtype in _PLAIN and spec.kv_quant_mode == KVQuantMode.NONE
+    plain = not _quantized(spec, layer)
     return f"{kept}, {str(spec.dtype).removeprefix('torch.')}" if kept and plain else ""
 
 
@@ -114,7 +128,30 @@ def _order(page: str, spec: "KVCacheSpec", layer: Any) -> str:
         return page
     item = spec.dtype.itemsize
     own_heads = spec.num_head_slots is None
-    return kernel_order(page, _kernel(layer), item=item, own_heads=own_heads)
+    kind = _quantized(spec, layer)
+    return kernel_order(page, _kernel(layer), item=item, own_heads=own_heads, quantized=kind)
+
+
+def _attention(spec: "KVCacheSpec", layer: Any) -> str:
+    """The name of a layer's kernels, with the kind of quantized KV that they keep."""
+    kernel = _kernel(layer)
+    kind = _quantized(spec, layer)
+    if not kind:
+        return kernel
+    number = "" if kind in _WITHOUT_FP8 else fp8_format(kind)
+    return ".".join(filter(None, (kernel, kind, number)))
+
+
+def _quantized(spec: "KVCacheSpec", layer: Any) -> str:
+    """The kind of quantized KV of a layer, as vLLM names it; "" for numbers as they are."""
+    if not isinstance(spec, AttentionSpec):
+        return ""
+    said = str(getattr(layer, "kv_cache_dtype", "auto"))
+    if said not in _UNQUANTIZED:
+        return stored_as(said, spec.dtype)
+    if spec.kv_quant_mode != KVQuantMode.NONE:  # of a layer that does not say it itself
+        return spec.kv_quant_mode.name.lower()
+    return "" if spec.dtype in _PLAIN else stored_as("auto", spec.dtype)
 
 
 def _kernel(layer: Any) -> str:
@@ -129,4 +166,6 @@ def _kernel(layer: Any) -> str:
         name += ".fa2" if getattr(impl, "nvfp4_fa2", False) else ".trtllm"
     if interleaves_values(impl):
         name += ".interleaved"
+    if getattr(impl, "_soa_store", False):  # TurboQuant with FlyDSL
+        name += ".soa"
     return name

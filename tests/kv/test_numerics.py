@@ -9,12 +9,15 @@ from msgspec import UNSET
 
 from omni_connector.kv.numerics import numerics_of
 
+# Of NemotronH_Nano_VL_V2: images are scaled to what the longest request has room for.
+DYNAMIC = {"vision_config": SimpleNamespace(args={"min_num_patches": 4})}
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
 
 def settings(
     *,
     text: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     lora: dict[str, Any] | None = None,
     media: dict[str, Any] | None = None,
@@ -28,8 +31,9 @@ def settings(
         "enable_tower_connector_lora": False,
         "enable_moe_shared_loras": False,
     }
-    usual_media = {
+    usual_media: dict[str, Any] = {
         "mm_processor_kwargs": None,
+        "media_io_kwargs": {},
         "mm_encoder_attn_dtype": None,
         "video_pruning_rate": None,
         "video_pruning_method": "evs",
@@ -41,6 +45,7 @@ def settings(
         "model_class_overrides": {},
         "override_generation_config": {},
         "try_get_generation_config": dict,
+        "hf_config": SimpleNamespace(**(config or {})),
         "hf_text_config": SimpleNamespace(**{"model_type": "llama", **(text or {})}),
         "multimodal_config": None if media is None else SimpleNamespace(**(usual_media | media)),
     }
@@ -62,6 +67,8 @@ def settings(
         settings(lora={}),
         settings(media={}),
         settings(media={"mm_processor_kwargs": {}, "video_pruning_rate": 0.0}),
+        settings(media={}, config={"architectures": ["NemotronH_Nano_VL_V2"]}),
+        settings(config=DYNAMIC),
         settings(load_format="runai_streamer"),
         settings(model={"override_generation_config": {"attn_temperature_tuning": True}}),
     ],
@@ -82,6 +89,9 @@ def test_what_is_usual_is_left_out(usual: SimpleNamespace) -> None:
         (settings(lora={"enable_tower_connector_lora": True}), "enable_tower_connector_lora=true"),
         (settings(lora={"enable_moe_shared_loras": True}), "enable_moe_shared_loras=true"),
         (settings(media={"mm_processor_kwargs": {"num_crops": 4}}), '{"num_crops": 4}'),
+        (settings(media={"media_io_kwargs": {"video": {"fps": 1}}}), '{"video": {"fps": 1}}'),
+        (settings(media={}, config=DYNAMIC), "max_model_len=4096"),
+        (settings(media={}, config={"architectures": ["Dots3NoteForCausalLM"]}), "=4096"),
         (settings(media={"mm_encoder_attn_dtype": "fp8"}), "mm_encoder_attn_dtype=fp8"),
         (
             settings(media={"video_pruning_rate": 0.5}),

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -14,7 +14,10 @@ import torch
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
+from vllm.config.cache import CacheDType  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
 from vllm.utils.torch_utils import (  # noqa: E402
+    STR_DTYPE_TO_TORCH_DTYPE,
     nvfp4_kv_cache_full_dim,
     nvfp4_split_data_scale,
 )
@@ -32,6 +35,8 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     MLAAttentionSpec,
     UniformTypeKVCacheSpecs,
     compute_layer_kv_cache_shape_bytes,
+    get_kv_quant_mode,
+    is_quantized_kv_cache,
 )
 
 from omni_connector.kv.convert import SlotConverter  # noqa: E402
@@ -158,8 +163,8 @@ def test_the_two_writers_of_nvfp4_refuse_each_other() -> None:
     assert ours[0].pages == theirs[0].pages
     assert difference(ours, 1, theirs, 1, KV_HEADS) == (
         "attention of group 0",
-        "FLASHINFER.fa2",
-        "FLASHINFER.trtllm",
+        "FLASHINFER.fa2.nvfp4",
+        "FLASHINFER.trtllm.nvfp4",
     )
 
 
@@ -374,7 +379,7 @@ def test_kernels_that_differ_refuse_each_other_where_a_page_is_not_known(
     ours = shapes({"a": kernel}, {"a": spec})
     theirs = shapes({"a": layer("FLASH_ATTN")}, {"a": spec})
     found = difference(ours, 1, theirs, 1, KV_HEADS)
-    assert found == ("attention of group 0", ours[0].attention, "FLASH_ATTN")
+    assert found == ("attention of group 0", ours[0].attention, theirs[0].attention)
     assert difference(ours, 1, ours, 1, KV_HEADS) is None
 
 
@@ -444,9 +449,90 @@ def test_fp8_in_tiles_of_its_own_is_told_by_the_kernel(monkeypatch: pytest.Monke
         monkeypatch.setattr(kernels, "has_amx_fp8", lambda here=here: here)
         for dtype in ("auto", "fp8_e4m3"):
             one = layer("CPU_ATTN", isa="amx", kv_cache_dtype=dtype)
-            spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.uint8)
+            kept = torch.bfloat16 if dtype == "auto" else torch.uint8
+            spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=kept)
             names.append(shapes({"a": one}, {"a": spec})[0].attention)
-    assert names == ["CPU_ATTN.amx"] * 3 + ["CPU_ATTN.amx_fp8"]
+    plain, fp8 = "CPU_ATTN.amx", "CPU_ATTN.amx.fp8_e4m3"
+    assert names == [plain, fp8, plain, "CPU_ATTN.amx_fp8.fp8_e4m3"]
+
+
+def quantized(kernel: str, kind: str, heads: int = 2, **impl: Any) -> tuple[GroupShape, ...]:
+    """What an engine with KV of a kind tells its peers."""
+    one = layer(kernel, kv_cache_dtype=kind, impl=SimpleNamespace(**impl))
+    kept = STR_DTYPE_TO_TORCH_DTYPE.get(kind, torch.bfloat16)
+    spec = FullAttentionSpec(
+        block_size=16,
+        num_kv_heads=heads,
+        head_size=HEAD_SIZE,
+        dtype=kept,
+        kv_quant_mode=get_kv_quant_mode(kind),
+    )
+    return shapes({"a": one}, {"a": spec})
+
+
+def test_each_kind_of_quantized_kv_has_a_name_of_its_own() -> None:
+    kinds = [each for each in get_args(CacheDType) if is_quantized_kv_cache(each) and each != "fp8"]
+    told = {kind: quantized("KERNEL", kind)[0].attention for kind in kinds}
+    assert len(set(told.values())) == len(kinds) > 10
+    assert quantized("KERNEL", "fp8") == quantized("KERNEL", "fp8_e4m3")
+    assert quantized("KERNEL", "auto")[0].attention == "KERNEL"
+
+
+FNUZ = ("TRITON_ATTN", "fp8_e4m3", {"is_fp8_fnuz": True})
+AMPERE = ("TURBOQUANT", "turboquant_k8v4", {"is_cuda": True, "has_device_capability": False})
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind", "there", "told"),
+    [
+        (*FNUZ, ".fnuz"),
+        ("TRITON_ATTN", "auto", FNUZ[2], ""),
+        ("TRITON_ATTN", "int8_per_token_head", FNUZ[2], ""),
+        (*AMPERE, ".e4b15"),
+        ("TURBOQUANT", "turboquant_4bit_nc", AMPERE[2], ""),
+        ("TRITON_ATTN", "fp8_e4m3", AMPERE[2], ""),
+    ],
+)
+def test_numbers_that_a_platform_encodes_in_its_own_way_are_told(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, kind: str, there: dict[str, bool], told: str
+) -> None:
+    here = quantized(kernel, kind)
+    for name, value in there.items():
+        monkeypatch.setattr(current_platform, name, lambda *_, value=value: value)
+    other = quantized(kernel, kind)
+    assert other[0].attention == here[0].attention + told
+    found = difference(here, 1, other, 1, KV_HEADS)
+    assert (found is None) == (not told)
+
+
+def test_turboquant_with_its_scales_apart_is_no_rows() -> None:
+    rows, apart = (
+        quantized("TURBOQUANT", "turboquant_4bit_nc", _soa_store=soa) for soa in (False, True)
+    )
+    found = difference(rows, 1, apart, 1, KV_HEADS)
+    names = ("TURBOQUANT.turboquant_4bit_nc", "TURBOQUANT.soa.turboquant_4bit_nc")
+    assert found == ("attention of group 0", *names)
+    assert not rows[0].pages[0].endswith("?")
+    assert difference(apart, 1, apart, 1, KV_HEADS) is None
+    one_rank = quantized("TURBOQUANT", "turboquant_4bit_nc", heads=4, _soa_store=True)
+    found = difference(apart, 2, one_rank, 1, KV_HEADS)
+    assert found is not None
+    assert found[0].startswith("pages of group 0")
+
+
+@pytest.mark.parametrize("kernel", ["TRITON_ATTN", "CPU_ATTN"])
+def test_a_kind_that_is_not_known_is_copied_whole_or_refused(kernel: str) -> None:
+    """vLLM takes the names of kinds that packages register."""
+    spec = FullAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=HEAD_SIZE, dtype=torch.bfloat16
+    )
+    one = layer(kernel, kv_cache_dtype="of_a_package", isa="vec")
+    (ours,) = shapes({"a": one}, {"a": spec})
+    assert ours.pages[0].endswith("?")
+    assert ours.kept is msgspec.UNSET
+    plain = shapes({"a": layer(kernel, isa="vec")}, {"a": spec})
+    assert difference((ours,), 1, (ours,), 1, KV_HEADS) is None
+    assert difference((ours,), 1, plain, 1, KV_HEADS) is not None
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from msgspec import UNSET
-from vllm.config import DeviceConfig, LoRAConfig, ModelConfig, VllmConfig
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from vllm.config import CacheConfig, DeviceConfig, LoRAConfig, ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from omni_connector.config import OmniConfig
@@ -111,7 +113,7 @@ LLAMA_4 = {
 }
 
 
-def key(folder, changes, lora=None, **options):
+def key(folder, changes, lora=None, kv_dtype="auto", **options):
     """The compatibility key of an engine of a model of the toy's shape, by vLLM's own classes."""
     config = json.loads((write_model(folder) / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
@@ -119,6 +121,7 @@ def key(folder, changes, lora=None, **options):
         model_config=ModelConfig(
             model=str(folder), skip_tokenizer_init=True, dtype="float16", **options
         ),
+        cache_config=CacheConfig(cache_dtype=kv_dtype),
         device_config=DeviceConfig("cpu"),
         lora_config=lora,
     )
@@ -155,6 +158,41 @@ def test_what_vllm_makes_of_settings_is_compared(tmp_path, changes, ours, theirs
         assert found[0] == "numerics"
         assert told in f"{found[1]} {found[2]}"
     assert (key_prefix("n", keys[0], "h") == key_prefix("n", keys[1], "h")) == (told is None)
+
+
+def tokenizer(folder, *words):
+    """The folder of a tokenizer with these words."""
+    known = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}))
+    PreTrainedTokenizerFast(tokenizer_object=known).save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_tokenizer_of_engram_is_compared(tmp_path):
+    """DeepSeek-V4.1 looks n-grams of texts up. Other models compute with ids alone."""
+    same, again, other = (
+        tokenizer(tmp_path / name, *words)
+        for name, words in (("a", ("one", "two")), ("b", ("one", "two")), ("c", ("two", "one")))
+    )
+    of_engram = [
+        key(tmp_path, {"engram_layer_ids": [1]}, tokenizer=each) for each in (same, again, other)
+    ]
+    assert of_engram[0].difference(of_engram[1]) is None
+    found = of_engram[0].difference(of_engram[2])
+    assert found[0] == "numerics"
+    assert "tokenizer of engram" in found[1]
+    usual = [key(tmp_path, {}, tokenizer=each) for each in (same, other)]
+    assert usual[0].difference(usual[1]) is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "differ"),
+    [("auto", "float16", False), ("fp8", "fp8_e4m3", False), ("auto", "bfloat16", True)],
+)
+def test_a_type_of_kv_has_one_name(tmp_path, ours, theirs, differ):
+    keys = [key(tmp_path, {}, kv_dtype=each) for each in (ours, theirs)]
+    found = keys[0].difference(keys[1])
+    assert (found is not None and found[0] == "kv_dtype") == differ
+    assert (key_prefix("n", keys[0], "h") == key_prefix("n", keys[1], "h")) != differ
 
 
 def test_a_usual_engine_tells_no_numerics(tmp_path):
