@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -153,7 +153,11 @@ class FileTrace(Trace):
         self._of_thread = threading.local()
 
     def span(self, name: str, began: int, id: str = "", **args: Value) -> None:
-        ended = now()
+        self._record(name, began, now(), id, args)
+
+    def _record(
+        self, name: str, began: int, ended: int, id: str, args: Mapping[str, Value]
+    ) -> None:
         if self._off:
             return
         if len(self._spans) >= MAX_SPANS:
@@ -189,17 +193,21 @@ class FileTrace(Trace):
     def begin(self, request_id: str, phase: str, *, after: str | None = None) -> None:
         if after is not None and self._phases.get(request_id, ("", 0))[0] != after:
             return
-        self.end(request_id)
-        self._phases[request_id] = phase, now()
+        at = now()
+        self._end(request_id, at)
+        self._phases[request_id] = phase, at
 
     def begin_each(self, request_ids: Iterable[str], phase: str, *, after: str) -> None:
         for request_id in request_ids:
             self.begin(request_id, phase, after=after)
 
     def end(self, request_id: str) -> str | None:
+        return self._end(request_id, now())
+
+    def _end(self, request_id: str, at: int) -> str | None:
         phase, began = self._phases.pop(request_id, (None, 0))
         if phase is not None:
-            self.span(phase, began, request_id, request=request_id)
+            self._record(phase, began, at, request_id, {"request": request_id})
         return phase
 
     def close(self) -> None:

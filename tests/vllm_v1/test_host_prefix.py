@@ -79,6 +79,7 @@ def kept(engine):
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.pairs
 def test_a_prefix_is_found_in_the_arena_of_another_engine(sharer, engine, family, ranks, overlap):
     options = {"family": family, "ranks": ranks, "async_scheduling": overlap}
     first, second = sharer(**options), sharer(**options)
@@ -538,6 +539,8 @@ def test_an_engine_of_another_model_is_told_of_once(sharer, monkeypatch):
         ours = [text for text in told if text[1] != found._own.name]
         assert len(ours) == 1
         assert "another model" in str(ours[0][2])
+    found.look()
+    assert found._not_before == found._why_not == {}  # it has ended
 
 
 def hints(**asked):
