@@ -297,16 +297,20 @@ def test_a_cache_without_blocks_is_refused():
         canonicalize(one_layer(128), {"model.0": torch.zeros(4, 2, 2, 8)}, 0)
 
 
-@pytest.mark.parametrize(("first", "second", "stride"), [(0, 16, 64), (0, 48, 64), (0, 16, 128)])
+@pytest.mark.parametrize(
+    ("first", "second", "stride"),
+    [(0, 16, 64), (0, 48, 64), (0, 16, 128), (0, 0, 128), (0, 32, 96), (0, 16, 0)],
+)
 def test_layers_of_a_group_that_share_bytes_are_refused(first, second, stride):
     buffer = torch.zeros(1024, dtype=torch.int8)
+    blocks = 4 if stride else 1
     views = {
-        "a": buffer.as_strided((4, 1, 1, 32), (64, 32, 32, 1), first),
-        "b": buffer.as_strided((4, 1, 1, 32), (stride, 32, 32, 1), second),
+        "a": buffer.as_strided((blocks, 1, 1, 32), (min(stride, 64), 32, 32, 1), first),
+        "b": buffer.as_strided((blocks, 1, 1, 32), (stride, 32, 32, 1), second),
     }
     group = GroupSpec("full_attention", 16, (LayerSpec("a", 32, 32), LayerSpec("b", 32, 32)))
     with pytest.raises(LayoutError, match="share bytes"):
-        canonicalize((group,), views, 4)
+        canonicalize((group,), views, blocks)
 
 
 @pytest.mark.parametrize(

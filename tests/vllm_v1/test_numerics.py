@@ -231,10 +231,16 @@ def test_scales_of_an_engine_are_those_of_all_its_ranks():
     assert len({scales_of_engine([*ranks]) for ranks in ("xy", "yx", "xx")}) == 3
 
 
-def test_engines_of_other_scales_hand_nothing_off(engine, tokens, monkeypatch, log):
-    prefill = engine("kv_producer")
-    monkeypatch.setattr(worker, "scales_id", lambda *_: "of the other checkpoint")
-    decode = engine("kv_consumer")
+@pytest.mark.parametrize("stages", [(), (1,)], ids=["one stage", "in the later of two"])
+def test_engines_of_other_scales_hand_nothing_off(engine, tokens, monkeypatch, log, stages):
+    prefill = engine("kv_producer", stages=stages)
+    alike = prefill.stage_configs[0].kv_cache_groups if stages else []
+
+    def scales(config, _):
+        return "" if config.kv_cache_groups == alike else "of the other checkpoint"
+
+    monkeypatch.setattr(worker, "scales_id", scales)
+    decode = engine("kv_consumer", stages=stages)
     answer = prefill.generate(TEXT, params=HANDOFF).params
     assert decode.generate(TEXT, 6, params=answer).tokens == tokens(TEXT, 6)
     assert decode.failures() == {"incompatible_peer": 1}
