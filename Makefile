@@ -15,7 +15,7 @@ help:
 	@echo "make test-matrix  the tests that need vLLM, with every supported version of it"
 	@echo "scripts/as_cpu.sh avx2 make test  the same as on a CPU without AVX-512 and AMX"
 	@echo "make lint       ruff, mypy, import-linter, and whether docs/models.md is up to date"
-	@echo "make simulate SEEDS=0:10000  explore orders; the result goes to benchmarks/results"
+	@echo "make simulate SEEDS=0:20000  explore orders; the result goes to benchmarks/results"
 	@echo "make mutants    how soon the simulation finds small faults; the table goes to benchmarks/results"
 	@echo "make mutants-sample  which of 300 mutants that a library makes no check finds; takes hours"
 	@echo "make bench      benchmarks; tables and plots go to benchmarks/results"
@@ -49,7 +49,7 @@ test-unit: setup
 test-matrix: setup
 	@scripts/test_matrix.sh $(ARGS)
 
-SEEDS ?= 0:10000
+SEEDS ?= 0:20000
 simulate: setup
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs 2 \
 		--keep benchmarks/results/simulation.md $(ARGS)

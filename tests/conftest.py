@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from omni_connector.transports import choice
 from omni_connector.transports.mooncake.engine import TransferEngine
 
-from . import early, machine, support_table
+from . import early, machine, pairs, support_table
 from .masters import Master
 from .patience import lengthen_objects
 from .peer_processes import Peer, starting
@@ -42,7 +42,9 @@ def pytest_report_header() -> list[str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In the processes that share the tests, have long files begin first."""
+    """Leave out combinations of parameters; and in the processes that share the tests, have long
+    files begin first."""
+    pairs.choose(config, items)
     if hasattr(config, "workerinput"):
         early.put_first(items)
 
@@ -87,7 +89,7 @@ def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def campaigns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, beside.Run]]:
-    """500 schedules of the simulation, which are on their way."""
+    """200 schedules of the simulation, which are on their way."""
     with beside.campaigns(tmp_path_factory.mktemp("campaigns")) as runs:
         yield runs
 

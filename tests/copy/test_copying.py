@@ -29,7 +29,7 @@ from omni_connector.kv.canonical import (
 from omni_connector.kv.convert import PageRun
 from omni_connector.kv.parts import inner_ends
 
-thorough = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
 
 def ids(values):

@@ -25,7 +25,7 @@ from omni_connector.kv.canonical import SlotLayout, canonicalize
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.testing import FakeClock
 
-thorough = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
 
 def never():

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The code blocks of README and docs/."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,14 +30,17 @@ class Block:
         return f"{self.page}:{self.line}"
 
 
-def blocks() -> Iterator[Block]:
+@functools.cache
+def blocks() -> Sequence[Block]:
     """All of them, page by page."""
+    found = []
     for path in PAGES:
         page = str(path.relative_to(ROOT))
         for token in MarkdownIt("commonmark").parse(path.read_text()):
             if token.type in ("code_block", "fence"):
                 assert token.map is not None
-                yield Block(page, token.map[0] + 1, token.content)
+                found.append(Block(page, token.map[0] + 1, token.content))
+    return found
 
 
 def block(page: str, start: str) -> Block:

@@ -31,7 +31,7 @@ def fill(cache, group, block, place):
         page[...] = value_of(group, number, place, shape).view(shape).view(page.dtype)
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_layer_of_every_group_finds_its_values_in_the_blocks_it_was_given(
     kv, make_copier, data

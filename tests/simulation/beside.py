@@ -18,7 +18,7 @@ import omni_connector
 from tests.simulation import HASHES_VARIABLE
 
 ROOT = Path(__file__).parents[2]
-SEEDS = 250
+SEEDS = 100
 STORIES = 12
 _COMMAND = "from tests.simulation.command import main; raise SystemExit(main())"
 _LOWEST_PRIORITY = 19

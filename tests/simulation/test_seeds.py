@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""500 schedules: half of them are the same each time, and half are new with each commit."""
+"""200 schedules: half of them are the same each time, and half are new with each commit."""
 
 from collections.abc import Mapping
 

@@ -62,6 +62,7 @@ def target(family):
 @overlapping
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "uncached"])
 @pytest.mark.parametrize("drafts", [1, 3])
+@pytest.mark.pairs
 def test_a_state_is_handed_off_and_goes_on_with_drafts(engine, family, overlap, caching, drafts):
     plain = engine(family=target(family), prefix_caching=caching)
     options = options_of(family, drafts, async_scheduling=overlap, prefix_caching=caching)
@@ -140,6 +141,7 @@ def test_many_at_once_where_blocks_are_scarce(engine, family, overlap):
 @overlapping
 @pytest.mark.parametrize("step", [4096, 2 * BLOCK], ids=["whole", "chunks"])
 @pytest.mark.parametrize("drafts", [1, 3])
+@pytest.mark.pairs
 def test_the_states_of_a_prompt_are_shared(sharer, shelf, engine, family, overlap, drafts, step):
     options = options_of(family, drafts, async_scheduling=overlap, max_tokens_a_step=step)
     first, second = (drafting(sharer(**options), drafts) for _ in range(2))
@@ -202,6 +204,7 @@ def answers_shared(first, second, shelf, plain):
 )
 @of_all
 @pytest.mark.parametrize("drafts", [1, 3])
+@pytest.mark.pairs
 def test_all_states_within_answers_are_shared_where_vllm_runs_ahead(
     sharer, shelf, engine, family, drafts
 ):

@@ -83,6 +83,7 @@ def test_every_rank_gets_the_bytes_of_a_handoff(engine, family, ranks):
 
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
 @between
+@pytest.mark.pairs
 def test_blocks_of_another_size_are_made_of_slots_of_several_ranks(engine, ranks, sizes):
     prefill = engine("kv_producer", ranks=ranks[0], block_size=sizes[0])
     decode = engine("kv_consumer", ranks=ranks[1], block_size=sizes[1])

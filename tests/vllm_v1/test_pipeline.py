@@ -57,6 +57,7 @@ def require_loaded(prefill, decode, reference, family):
 )
 @pytest.mark.parametrize(("family", "split"), CASES)
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.pairs
 def test_tokens_are_those_of_a_single_engine(engine, family, split, ranks):
     options = {"family": family, "ranks": ranks, "stages": SPLITS[split]}
     reference = engine(family=family, ranks=ranks)
@@ -119,6 +120,7 @@ OTHERS = [
     ],
     ids=str,
 )
+@pytest.mark.pairs
 def test_engines_with_other_stages_read_each_other_by_layer(engine, family, theirs, ours):
     reference = engine(family=family)
     prefill = engine("kv_producer", family=family, stages=theirs)
@@ -132,6 +134,7 @@ def test_engines_with_other_stages_read_each_other_by_layer(engine, family, thei
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (32, 16)], ids=str)
 @pytest.mark.parametrize("family", ["full", "window and full", "latent"])
 @pytest.mark.parametrize("way", ["to one", "to two"])
+@pytest.mark.pairs
 def test_other_stages_ranks_and_blocks_at_once(engine, family, sizes, ranks, way):
     stages = [(1,), ()] if way == "to one" else [(), (1,)]
     prefill, decode = (
@@ -146,6 +149,7 @@ def test_other_stages_ranks_and_blocks_at_once(engine, family, sizes, ranks, way
 
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
 @pytest.mark.parametrize("stages", [((1,), ()), ((), (1,)), ((1,), (4,))], ids=str)
+@pytest.mark.pairs
 def test_states_of_other_stages_and_blocks(engine, sizes, stages):
     prefill, decode = (
         engine(role, family=HYBRID, stages=split, block_size=size)

@@ -49,6 +49,7 @@ def place(request, engine, tmp_path):
 )
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @each_family
+@pytest.mark.pairs
 def test_the_next_turn_goes_on_where_the_last_has_ended(place, engine, family, overlap):
     """Of an answer all tokens but the last are computed."""
     options = {"family": family, "async_scheduling": overlap}
@@ -71,6 +72,7 @@ def test_the_next_turn_goes_on_where_the_last_has_ended(place, engine, family, o
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @each_family
+@pytest.mark.pairs
 def test_the_next_turn_goes_on_behind_the_prompt_whatever_was_answered(
     place, engine, family, overlap, ranks
 ):

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of a test's combinations of parameters enough are tried that all pairs of values meet."""
+
+from itertools import combinations, product
+
+import pytest
+
+from .pairs import cover
+
+
+@pytest.mark.parametrize("sizes", [(5, 3, 6), (2, 2, 2, 2), (3, 4)], ids=str)
+@pytest.mark.parametrize(
+    "possible", [lambda row: True, lambda row: row[0] != row[-1] or row[0] > "1"]
+)
+def test_each_two_values_meet_in_a_row_that_is_chosen(sizes, possible):
+    rows = [row for row in product(*(map(str, range(size)) for size in sizes)) if possible(row)]
+    chosen = cover(rows)
+    met = {pair for number in chosen for pair in combinations(enumerate(rows[number]), 2)}
+    assert met == {pair for row in rows for pair in combinations(enumerate(row), 2)}
+    assert (len(chosen) < len(rows)) == (len(sizes) > 2)
+
+
+def test_a_single_parameter_keeps_its_values():
+    assert cover([("a",), ("b",), ("a",)]) == {0, 1}
