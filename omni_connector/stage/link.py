@@ -3,6 +3,7 @@
 
 import logging
 import math
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from omni_connector.objects.factory import (
 from omni_connector.runtime.backoff import Backoff
 from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.stage.config import OmniKVCacheConfig
+from omni_connector.stage.contract import metadata_of
 from omni_connector.stage.payload import KVCacheTransferData
 from omni_connector.stage.ports import (
     RANK_STRIDE,
@@ -58,7 +60,12 @@ _FIRST_POLL_S: Final = 0.01
 _LAST_POLL_S: Final = 0.5
 
 # Requests whose keys are remembered for `cleanup`. Keys of older ones are found by their format.
+# So many payloads that were used are remembered, too.
 _MAX_REMEMBERED: Final = 1 << 16
+
+_SENDING: Final = "_omni_sending"
+"""Of a payload's metadata: a number drawn for each sending, so that a receiver can tell one under
+the same id from another. Receivers take it out."""
 
 LEAST_ASK_S: Final = 0.5
 """Seconds that peers have for an answer even if the deadline comes sooner."""
@@ -93,6 +100,20 @@ class TransferStats:
     connector_failures: int = 0
     companion_failures: int = 0
     disagreements: int = 0
+
+
+class Parts(NamedTuple):
+    """The payloads of one request.
+
+    Attributes:
+        payloads: of each key, in the order of the keys.
+        size: their bytes.
+        sendings: by key, of which sending they are; "" where the sender does not say.
+    """
+
+    payloads: list[dict[str, Any]]
+    size: int
+    sendings: dict[str, str]
 
 
 class Sender(NamedTuple):
@@ -147,6 +168,8 @@ class ConnectorLink:
         # `sender`: that of the request which this thread receives.
         self._asked = threading.local()
         self._keys: BoundedMap[str, set[str]] = BoundedMap(_MAX_REMEMBERED)
+        # By key, the sending that was used last.
+        self._used: BoundedMap[str, str] = BoundedMap(_MAX_REMEMBERED)
 
     @property
     def connector(self) -> Any:
@@ -210,8 +233,8 @@ class ConnectorLink:
         keys: Sequence[ReceiveKey],
         timeout: float,
         dropped: threading.Event | None = None,
-    ) -> tuple[list[dict[str, Any]], int] | None:
-        """Get the payloads of some keys, asking every 10 ms at first and every 500 ms later.
+    ) -> Parts | None:
+        """Get payloads that no request has used, asking every 10 ms at first, every 500 ms later.
 
         Args:
             stages: the stage that sent them, and this one.
@@ -220,37 +243,54 @@ class ConnectorLink:
             dropped: once it is set, nobody wants them any more.
 
         Returns:
-            The payloads, in the order of the keys, and their bytes in all; None after `timeout`
-            seconds, which one `get` that is under way may exceed: by half a second, or with a store
-            or a connector of others by as long as it takes. Parts that are there are read.
+            None after `timeout` seconds, which one `get` that is under way may exceed: by half a
+            second, or with a store or a connector of others by as long as it takes. Parts that are
+            there are read.
 
         Raises:
             ValueError: what came is no whole payload.
         """
-        found: dict[str, tuple[dict[str, Any], int]] = {}
+        found: dict[str, tuple[dict[str, Any], int, str]] = {}
         deadline = self._clock() + timeout
         polls = Backoff(_FIRST_POLL_S, _LAST_POLL_S, self._clock)
         told: set[str] = set()
+        used: set[str] = set()
         pause = self._sleep if dropped is None else dropped.wait
         while dropped is None or not dropped.is_set():
             for key, rank in (each for each in keys if each[0] not in found):
                 result = self._get(stages, key, rank, deadline, told)
-                if result is not None:
-                    found[key] = read_payload(result[0]), int(result[1])
+                payload = None if result is None else read_payload(result[0])
+                sending = "" if payload is None else _take_sending(payload)
+                if payload is not None and sending and sending == self._used.get(key):
+                    used.add(key)
+                    payload = None
+                if payload is not None:
+                    found[key] = payload, int(result[1]), sending
                 elif self._clock() >= deadline:
                     break
             missing = [key for key, _ in keys if key not in found]
             if not missing:
-                return [found[key][0] for key, _ in keys], sum(size for _, size in found.values())
+                return Parts(
+                    [found[key][0] for key, _ in keys],
+                    sum(size for _, size, _ in found.values()),
+                    {key: sending for key, (_, _, sending) in found.items()},
+                )
             left = deadline - self._clock()
             if left <= 0:
                 logger.error(
-                    "%d of %d parts came from stage %s to %s in %.1f s; %r is missing",
+                    "%d of %d parts came from stage %s to %s in %.1f s; %r is missing%s",
                     *(len(found), len(keys), *stages, timeout, missing[0]),
+                    ": an earlier request of this id has used it" if missing[0] in used else "",
                 )
                 return None
             pause(min(polls.failed(), left))
         return None
+
+    def use(self, sendings: Mapping[str, str]) -> None:
+        """A request uses these payloads: no later request of its id gets them."""
+        with self._lock:
+            for key, sending in sendings.items():
+                self._used[key] = sending
 
     def update_sender(self, info: object, stage: str) -> None:
         """Take the sender's host and port from what an orchestrator says; see the manager.
@@ -299,6 +339,13 @@ class ConnectorLink:
             return
         for key in sorted(keys or {request_id}):
             connector.cleanup(key)
+
+    def withdraw(self, request_id: str) -> None:
+        """Free what was put for an earlier request of this id, if there was one."""
+        with self._lock:
+            known = request_id in self._keys
+        if known:
+            self.cleanup(request_id)
 
     def close(self) -> None:
         """Close the connector, for good. Idempotent."""
@@ -474,3 +521,17 @@ def _port(value: Any) -> int:
     if not 0 < port <= MAX_PORT:
         raise ValueError(f"{value!r} is no port")
     return port
+
+
+def mark_sending(data: KVCacheTransferData) -> None:
+    """Tell this sending of a payload from others, where its metadata can say so."""
+    if isinstance(data.metadata, dict):
+        data.metadata = data.metadata | {_SENDING: secrets.token_hex(8)}
+
+
+def _take_sending(payload: dict[str, Any]) -> str:
+    metadata = metadata_of(payload)
+    if _SENDING not in metadata:
+        return ""
+    payload["metadata"] = {name: each for name, each in metadata.items() if name != _SENDING}
+    return str(metadata[_SENDING])

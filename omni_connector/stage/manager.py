@@ -24,9 +24,20 @@ from omni_connector.stage.distributed import (
 )
 from omni_connector.stage.extract import LayerKV, extract_kv_cache
 from omni_connector.stage.groups import ParallelGroups, ReceiveTopology
-from omni_connector.stage.link import ConnectorLink, Sender, TransferStats, find_sender
+from omni_connector.stage.link import (
+    ConnectorLink,
+    Sender,
+    TransferStats,
+    find_sender,
+    mark_sending,
+)
 from omni_connector.stage.payload import KVCacheTransferData
-from omni_connector.stage.prefetch import KVPrefetchConsumeError, Prefetcher, stream_of_its_own
+from omni_connector.stage.prefetch import (
+    KVPrefetchConsumeError,
+    Prefetcher,
+    Received,
+    stream_of_its_own,
+)
 from omni_connector.stage.receiving import check_tokens, place
 from omni_connector.stage.tp import (
     ReceiveKey,
@@ -60,9 +71,10 @@ _PREFETCH_SLACK_S: Final = 10.0
 class OmniKVTransferManager:
     """Sends and receives the KV cache of requests over an `OmniConnector`.
 
-    What is sent can be received any number of times, until the sender calls `cleanup`, the
-    connector evicts it, or this process ends. If a request is sent twice, the newest counts. A
-    receiver gives up at `recv_timeout`. No sender waits for a receiver; a sender without room is
+    What is sent can be received by any number of receivers, by each once, until the sender calls
+    `cleanup`, sends another request of this id, the connector evicts it, or this process ends. A
+    later request of the same id gets what is sent for it, or nothing. A receiver gives up at
+    `recv_timeout`. No sender waits for a receiver; a sender without room is
     told that its send failed.
 
     Args:
@@ -199,7 +211,12 @@ class OmniKVTransferManager:
             Whether it was sent; `last_failures` has the reason if it was not.
         """
         self.last_failures = {}
-        return self._send_or_note(kv_data.request_id, lambda: kv_data)
+
+        def extracted() -> KVCacheTransferData:
+            self._link.withdraw(kv_data.request_id)
+            return kv_data
+
+        return self._send_or_note(kv_data.request_id, extracted)
 
     def handle_finished_requests_kv_transfer(
         self,
@@ -233,8 +250,10 @@ class OmniKVTransferManager:
             def extract(
                 request_id: str = request_id, request: Mapping[str, Any] = request
             ) -> KVCacheTransferData:
+                sent_as = request_id_resolver(request_id) if request_id_resolver else request_id
+                self._link.withdraw(sent_as)
                 return self.extract_kv_cache(
-                    request_id_resolver(request_id) if request_id_resolver else request_id,
+                    sent_as,
                     request["block_ids"],
                     request["seq_len"],
                     kv_caches,
@@ -274,7 +293,7 @@ class OmniKVTransferManager:
             if sender_info is not None:
                 sender = find_sender(sender_info, str(self.recv_stages[0]))
             with self._link.asking(sender):
-                return self._receive_and_place(request_id, target_device) or (None, 0)
+                return self._use(self._receive_and_place(request_id, target_device))
         except Exception:
             # Hooks and connectors may raise anything; the stage goes on without this KV.
             logger.exception("KV cache of request %s cannot be used", request_id)
@@ -500,7 +519,7 @@ class OmniKVTransferManager:
         if self._prefetcher is None or not request_id:
             return None, 0
         timeout = self.config.recv_timeout + _PREFETCH_SLACK_S
-        return self._prefetcher.consume(request_id, timeout) or (None, 0)
+        return self._use(self._prefetcher.consume(request_id, timeout))
 
     def shutdown_prefetch(self) -> None:
         """Drop what is prefetched, and prefetch no more. Idempotent."""
@@ -637,7 +656,7 @@ class OmniKVTransferManager:
         sender: Sender,
         device: torch.device | None,
         dropped: threading.Event,
-    ) -> tuple[dict[str, Any], int] | None:
+    ) -> Received | None:
         if device is not None and device.type != "cpu":
             # A thread does not inherit the device of the one that started it.
             torch.accelerator.set_device_index(device.index or 0)
@@ -653,17 +672,23 @@ class OmniKVTransferManager:
         request_id: str,
         device: torch.device | None,
         dropped: threading.Event | None = None,
-    ) -> tuple[dict[str, Any], int] | None:
+    ) -> Received | None:
         found = self._receive(request_id, dropped)
         if found is None:
             if dropped is None or not dropped.is_set():
                 self._link.count(receive_timeouts=1)
             return None
-        data, size = found
-        data = place(data, device)
-        self._link.count(received=1, received_bytes=size)
-        logger.info("KV cache of request %s received: %d bytes", request_id, size)
-        return data, size
+        found = found._replace(data=place(found.data, device))
+        self._link.count(received=1, received_bytes=found.size)
+        logger.info("KV cache of request %s received: %d bytes", request_id, found.size)
+        return found
+
+    def _use(self, received: Received | None) -> tuple[dict[str, Any] | None, int]:
+        """What a request gets of what was received for it; no other request gets it."""
+        if received is None:
+            return None, 0
+        self._link.use(received.sendings)
+        return received.data, received.size
 
     def _send(self, kv_data: KVCacheTransferData) -> int:
         """Put the part of a request's KV that each receiver uses; returns the bytes put."""
@@ -675,6 +700,7 @@ class OmniKVTransferManager:
         build_keys = self.kv_send_key_builder
         built = list(build_keys(request_id, *stages)) if build_keys is not None else []
         keys = built or topology.send_keys(request_id, *stages)
+        mark_sending(kv_data)
         if topology.fan_in > 1 and self.config.num_kv_heads is not None:
             kv_data.metadata = contract.metadata_of(vars(kv_data)) | {
                 "tp_kv_heads": {
@@ -713,9 +739,7 @@ class OmniKVTransferManager:
                 _warn_of_sender(info, error)
             return None
 
-    def _receive(
-        self, request_id: str, dropped: threading.Event | None
-    ) -> tuple[dict[str, Any], int] | None:
+    def _receive(self, request_id: str, dropped: threading.Event | None) -> Received | None:
         stages = self._configured(
             self.recv_stages, "the stage to receive from, or this stage's id, is not configured"
         )
@@ -725,7 +749,7 @@ class OmniKVTransferManager:
         )
         if found is None:
             return None
-        payloads, size = found
+        payloads = found.payloads
         for payload in payloads:
             check_tokens(payload)
             # A hook's keys may stand for another id at the sender.
@@ -741,7 +765,7 @@ class OmniKVTransferManager:
         if any(contract.states_contract(payload) for payload in payloads):
             # Hooks may have left something out.
             contract.validate(data, payloads[0]["request_id"], required=True)
-        return data, size
+        return Received(data, found.size, found.sendings)
 
     def _receive_keys(self, request_id: str, stages: tuple[str, str]) -> list[ReceiveKey]:
         build_keys = self.kv_recv_key_builder

@@ -4,11 +4,11 @@
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -20,8 +20,22 @@ from omni_connector.stage.link import Sender
 
 logger = logging.getLogger(__name__)
 
-Received = tuple[dict[str, Any], int]
-# (request id, sender, device, set when nobody wants it any more) -> payload and bytes, or None.
+
+class Received(NamedTuple):
+    """The KV of one request.
+
+    Attributes:
+        data: the payload.
+        size: its bytes.
+        sendings: as of `link.Parts`.
+    """
+
+    data: dict[str, Any]
+    size: int
+    sendings: Mapping[str, str]
+
+
+# (request id, sender, device, set when nobody wants it any more) -> what has come, or None.
 Receive = Callable[[str, Sender, torch.device | None, threading.Event], Received | None]
 
 _THREADS: Final = 2
@@ -34,6 +48,7 @@ class KVPrefetchConsumeError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Prefetch:
+    sender: Sender
     future: "Future[Received | None]"
     dropped: threading.Event = field(default_factory=threading.Event)
 
@@ -64,14 +79,16 @@ class Prefetcher:
         self._threads = CallThreads("omni-connector-prefetch", _THREADS)
 
     def start(self, request_id: str, sender: Sender, device: torch.device | None) -> bool:
-        """Begin to receive; any other request's prefetch is dropped.
+        """Begin to receive; any other request's prefetch is dropped. So is what has come for an
+        earlier request of the same id, or is to come from another sender.
 
         Returns:
             Whether the request is being prefetched now. If it is not, it is received when it is
             needed.
         """
         with self._lock:
-            if request_id in self._running:
+            running = self._running.get(request_id)
+            if running is not None and running.sender == sender and not running.future.done():
                 return True
             if self._min_free > 0 and self._free(device) < self._min_free:
                 logger.warning(
@@ -88,7 +105,7 @@ class Prefetcher:
             except TransportError as error:
                 logger.debug("KV of request %s is not prefetched: %s", request_id, error)
                 return False
-            self._running[request_id] = _Prefetch(future, dropped)
+            self._running[request_id] = _Prefetch(sender, future, dropped)
         return True
 
     def consume(self, request_id: str, timeout: float) -> Received | None:
@@ -116,7 +133,7 @@ class Prefetcher:
                 f"KV of request {request_id} was prefetched and cannot be used: {error}"
             ) from error
         if found is not None:
-            _hand_over(found[0])
+            _hand_over(found.data)
         return found
 
     def wait(self, timeout: float | None) -> bool:

@@ -42,7 +42,8 @@ def _groups(kind: str, rank: int, world: int) -> tuple[ParallelGroups | None, in
 
 
 def _request(request_id: str) -> SimpleNamespace:
-    params = SimpleNamespace(cfg_kv_request_ids={"text": "text"}, steps=3)
+    text = "text again" if request_id == "never sent" else "text"  # a rank gets each once
+    params = SimpleNamespace(cfg_kv_request_ids={"text": text}, steps=3)
     return SimpleNamespace(request_id=request_id, sampling_params=params)
 
 
@@ -108,14 +109,14 @@ def _agree(kv: Any, rank: int, kind: str, given_up: Path) -> None:
     receive("whole", "r", companion="text")
     receive("nowhere", "never sent")
     receive("half", "half")
-    receive("companion of one", "r", companion="half")
+    receive("companion of one", "one", companion="half text")
     receive("other lengths", "long")
     if kind == "agree":
         distributed._SLACK_S = 0.5
         real = kv.receive_multi_kv_cache
         if one:
             kv.receive_multi_kv_cache = lambda *arguments: _wait_for(given_up) or real(*arguments)
-        receive("late", "r")
+        receive("late", "late")
         if not one:
             given_up.touch()
         distributed._SLACK_S = 30.0
@@ -126,13 +127,13 @@ def _agree(kv: Any, rank: int, kind: str, given_up: Path) -> None:
 
         if one:
             kv.receive_multi_kv_cache = fail
-        receive("raises", "r")
+        receive("raises", "raises")
         kv.receive_multi_kv_cache = real
-        receive("whole again", "r")
+        receive("whole again", "again")
         print(json.dumps(["disagreements", kv.stats.disagreements]), flush=True)
         if one:
             os._exit(9)
-        receive("dead", "r")
+        receive("dead", "dead")
 
 
 def main(kind: str, rank: int, world: int, meeting: str) -> None:

@@ -38,7 +38,7 @@ def _run(spawn, place: Path, kind: str, world: int) -> list[list[Any]]:
 def test_without_tensor_parallelism_rank_0_receives_and_gives_to_all(spawn, place, shared) -> None:
     sender = shared()
     seq, text = sequence(seed=1), sequence(seed=2)
-    for request_id, each in (("r", seq), ("text", text), ("q", seq)):
+    for request_id, each in (("r", seq), ("text", text), ("text again", text), ("q", seq)):
         assert send(sender, each, request_id)
     first, second = _run(spawn, place, "world", 2)
     both = {
@@ -69,7 +69,7 @@ def test_with_tensor_parallelism_alone_each_rank_receives(spawn, place, shared) 
     seqs = [sequence(seed=rank) for rank in range(2)]
     for rank, seq in enumerate(seqs):
         sender = shared(tp_rank=rank, tp_size=2)
-        for request_id in ("r", "text"):
+        for request_id in ("r", "text", "text again"):
             assert send(sender, seq, request_id)
     for seq, said in zip(seqs, _run(spawn, place, "tp", 2), strict=True):
         assert said[0]["received"] is True
@@ -85,7 +85,7 @@ def test_with_branches_the_first_of_the_same_tensor_parallel_rank_receives(
     seqs = [sequence(seed=rank) for rank in range(2)]
     for rank, seq in enumerate(seqs):
         sender = shared(tp_rank=rank, tp_size=2)
-        for request_id in ("r", "text", "q"):
+        for request_id in ("r", "text", "text again", "q"):
             assert send(sender, seq, request_id)
     said = _run(spawn, place, "cfg", 4)
     for rank, lines in enumerate(said):
@@ -106,7 +106,7 @@ def test_with_a_shared_sequence_the_first_of_the_same_tensor_parallel_rank_recei
     seqs = [sequence(seed=rank) for rank in range(2)]
     for rank, seq in enumerate(seqs):
         sender = shared(tp_rank=rank, tp_size=2)
-        for request_id in ("r", "text", "q"):
+        for request_id in ("r", "text", "text again", "q"):
             assert send(sender, seq, request_id)
     for rank, lines in enumerate(_run(spawn, place, "sp", 4)):
         key = _sum(seqs[rank % 2].key)
@@ -117,14 +117,14 @@ def test_with_a_shared_sequence_the_first_of_the_same_tensor_parallel_rank_recei
 
 
 def _send_halves(shared: Any) -> list[Any]:
-    """What two tensor-parallel ranks send: "half" comes to rank 0 alone, "long" differs."""
+    """What two tensor-parallel ranks send: both halves come to rank 0 alone, "long" differs."""
     seqs = [sequence(seed=rank) for rank in range(2)]
     for rank, seq in enumerate(seqs):
         sender = shared(tp_rank=rank, tp_size=2)
-        for request_id in ("r", "text"):
+        for request_id in ("r", "text", "one", "late", "raises", "again", "dead"):
             assert send(sender, seq, request_id)
-        if rank == 0:
-            assert send(sender, seq, "half")
+        for request_id in ("half", "half text") if rank == 0 else ():
+            assert send(sender, seq, request_id)
         assert send(sender, sequence(10 + rank, seed=rank), "long")
     return seqs
 

@@ -16,6 +16,7 @@ from omni_connector.objects.base import OmniConnector
 from omni_connector.objects.factory import OmniConnectorFactory
 from omni_connector.stage import link
 from omni_connector.stage.config import OmniKVCacheConfig
+from omni_connector.stage.contract import CONTRACT_KEY
 from omni_connector.stage.manager import OmniKVTransferManager
 from omni_connector.stage.payload import KVCacheTransferData
 
@@ -490,6 +491,48 @@ def test_sent_twice_the_newest_is_received() -> None:
     assert kv.stats.sent == 2
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_request_of_an_id_that_was_used_before_gets_its_own_kv_or_none(
+    caplog: pytest.LogCaptureFixture, raw: bool
+) -> None:
+    kv = manager(DictConnector(raw=raw))
+    assert send(kv, sequence(seed=1), custom_metadata={"a": 1})
+    data, _ = kv.receive_kv_cache_for_request("r")
+    assert torch.equal(_key(data), sequence(seed=1).key)
+    assert data["metadata"].keys() == {
+        *("block_size", "num_layers", "dtype", "seq_len", "a", CONTRACT_KEY)
+    }
+    assert kv.receive_kv_cache_for_request("r") == (None, 0)
+    assert "is missing: an earlier request of this id has used it" in caplog.text
+    sends = iter([sequence(seed=2)])
+
+    def sleeps() -> None:
+        for seq in sends:
+            assert send(kv, seq)
+
+    kv.time.on_sleep = sleeps
+    data, _ = kv.receive_kv_cache_for_request("r")
+    assert torch.equal(_key(data), sequence(seed=2).key)
+    assert send(kv, sequence(seed=2))  # a request may be sent once more, as it was
+    data, _ = kv.receive_kv_cache_for_request("r")
+    assert torch.equal(_key(data), sequence(seed=2).key)
+
+
+@pytest.mark.parametrize("fails", ["put", "extraction"])
+def test_a_request_that_is_not_sent_leaves_nothing_of_one_of_the_same_id(fails: str) -> None:
+    connector = DictConnector()
+    kv = manager(connector)
+    assert send(kv, sequence(seed=1))
+    assert send(kv, sequence(seed=1), "other")
+    if fails == "put":
+        connector.on_put = lambda: (False, 0, None)
+        assert not send(kv, sequence(seed=2))
+    else:
+        assert not send(kv, sequence(seed=2), block_ids=[10_000])
+    assert kv.receive_kv_cache_for_request("r") == (None, 0)
+    assert kv.receive_kv_cache_for_request("other")[1] > 0
+
+
 def test_a_received_cache_hangs_on_the_request_and_its_parameters() -> None:
     kv = manager()
     seq = sequence()
@@ -502,6 +545,7 @@ def test_a_received_cache_hangs_on_the_request_and_its_parameters() -> None:
     assert req.sampling_params.past_key_values is req.past_key_values
     assert req.sampling_params.kv_metadata is req.kv_metadata
     for params in ({}, {"sampling_params": None}):
+        assert send(kv, seq)
         bare = SimpleNamespace(request_id="r", **params)
         assert kv.receive_kv_cache(bare) is True
         assert torch.equal(bare.past_key_values.key_cache[0], seq.key)
@@ -553,8 +597,9 @@ def test_companions_that_cannot_be_collected_are_counted(
     assert kv.receive_multi_kv_cache(req, collect) is True
     assert kv.stats.companion_failures == 1
     assert "companions of request r were not collected" in caplog.text
-    assert kv.receive_multi_kv_cache(req, lambda *args: None) is True
-    assert kv.receive_multi_kv_cache(req) is True
+    for collect_nothing in (lambda *args: None, None):
+        assert send(kv, sequence(seed=1))
+        assert kv.receive_multi_kv_cache(req, collect_nothing) is True
     assert kv.stats.companion_failures == 1
 
 
@@ -654,6 +699,7 @@ def test_key_hooks_take_the_place_of_the_usual_keys() -> None:
     assert kv.receive_kv_cache_for_request("r")[0] is not None
     assert calls == [("r", "0", "1")] * 2
     kv.kv_recv_key_builder = lambda *args: [("my/r", 3)]
+    assert send(kv, sequence())
     assert kv.receive_kv_cache_for_request("r")[0] is not None
     # Nothing from a hook: the usual keys.
     kv.kv_send_key_builder = kv.kv_recv_key_builder = lambda *args: []

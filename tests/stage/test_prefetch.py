@@ -12,7 +12,7 @@ import torch
 from omni_connector.stage.config import read_model_config
 from omni_connector.stage.groups import ParallelGroups
 from omni_connector.stage.manager import KVPrefetchConsumeError, OmniKVTransferManager
-from omni_connector.stage.prefetch import Prefetcher, free_memory
+from omni_connector.stage.prefetch import Prefetcher, Received, free_memory
 
 from .caches import sequence
 from .connectors import DictConnector, manager, send
@@ -69,6 +69,31 @@ def test_starting_returns_at_once_and_the_pipeline_computes_meanwhile() -> None:
         assert data is not None
         assert size > 0
         assert len(connector.gets) == 1
+
+
+def test_what_was_prefetched_is_not_used_by_a_later_request_of_the_same_id() -> None:
+    with _manager() as kv:
+        assert send(kv, sequence(seed=1))
+        kv.start_prefetch(_job())
+        assert kv.wait_prefetch(WAIT_S)  # and is aborted
+        assert send(kv, sequence(seed=2))
+        kv.start_prefetch(_job())
+        data, _ = kv.consume_prefetched_kv(_request())
+        assert data is not None
+        assert torch.equal(data["layer_blocks"]["key_cache"][0], sequence(seed=2).key)
+        kv.start_prefetch(_job())
+        assert kv.consume_and_distribute_kv_cache(_request()) is False
+
+
+def test_what_another_sender_has_is_not_what_was_asked_of_this_one() -> None:
+    connector = DictConnector()
+    connector.update_sender_info = lambda host, port: None  # type: ignore[attr-defined]
+    with _manager(connector, recv_timeout=WAIT_S) as kv:
+        kv.start_prefetch(_job())
+        kv.start_prefetch(_job(kv_sender_info={"host": "elsewhere", "zmq_port": 50151}))
+        assert send(kv, sequence())
+        assert kv.consume_prefetched_kv(_request())[1] > 0
+        assert connector.gets[-1][1]["source_host"] == "elsewhere"
 
 
 def test_another_request_drops_the_one_before() -> None:
@@ -149,7 +174,7 @@ def test_nothing_is_prefetched_where_it_should_not_be(job: Any, config: dict[str
 
 def test_prefetching_gives_way_to_what_needs_the_memory() -> None:
     free = 0.3
-    received = ({"layer_blocks": {}}, 1)
+    received = Received({"layer_blocks": {}}, 1, {})
     prefetcher = Prefetcher(lambda *arguments: received, 0.25, lambda device: free)
     assert prefetcher.start("a", None, None) is True
     free = 0.2

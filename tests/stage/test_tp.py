@@ -235,6 +235,24 @@ def test_a_part_that_is_missing_is_a_time_out_and_not_a_smaller_cache() -> None:
     assert [key for key, _ in connector.gets].count("r_0_0_0_0") == 1
 
 
+def test_parts_of_requests_of_the_same_id_are_not_joined() -> None:
+    connector = DictConnector()
+    first, second = _model(4), [tuple(-part for part in layer) for layer in _model(4)]
+    receiver = manager(connector, from_tp=2, to_tp=1, tp_rank=0)
+    _send(first, 2, 1, connector)
+    assert receiver.receive_kv_cache_for_request("r")[1] > 0
+    earlier = dict(connector.objects)
+    _send(second, 2, 1, connector)
+    late = {key: connector.objects[key] for key in connector.objects if key[2] == "r_0_0_1_0"}
+    assert late
+    connector.objects |= {key: earlier[key] for key in late}  # that rank has not sent it yet
+    assert receiver.receive_kv_cache_for_request("r") == (None, 0)
+    connector.objects |= late
+    data, _ = receiver.receive_kv_cache_for_request("r")
+    assert data is not None
+    assert torch.equal(data["layer_blocks"]["key_cache"][0], second[0][0])
+
+
 def test_a_request_that_was_sent_in_part_is_withdrawn() -> None:
     connector = DictConnector()
     answers = iter([None, None, *[(False, 0, None)] * 3])

@@ -125,8 +125,8 @@ def test_a_receiver_that_dies_waiting_is_nobodys_loss(peer, shared) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_two_receivers_and_one_that_asks_twice_all_get_it(peer, shared) -> None:
-    sender, here = shared(), shared()
+def test_several_receivers_get_it_and_each_of_them_once(peer, shared) -> None:
+    sender, here, last = shared(), shared(), shared()
     there = peer()
     _order(there, receive="r", timeout=60)
     assert send(sender, sequence(seed=1))
@@ -135,9 +135,13 @@ def test_two_receivers_and_one_that_asks_twice_all_get_it(peer, shared) -> None:
     # A receiver that ends takes nothing along.
     there.stdin.close()
     assert there.wait(timeout=60) == 0
-    assert _received(here, "r") == _key(1)
-    sender.cleanup("r")
+    assert _received(last, "r") == _key(1)
+    # As another request of the same id, whose own KV is not there yet, and then is.
     assert _received(here, "r", timeout=0.1) is None
+    assert send(sender, sequence(seed=2))
+    assert _received(here, "r") == _key(2)
+    sender.cleanup("r")
+    assert _received(last, "r", timeout=0.1) is None
 
 
 def test_what_is_never_sent_is_none_by_the_deadline(shared) -> None:
