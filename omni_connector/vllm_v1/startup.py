@@ -5,6 +5,8 @@ vLLM makes a connector only when the model is loaded, which takes minutes for a 
 hook that shows a plugin the configuration before that. Every server and every `LLM` makes its
 configuration by `EngineArgs.create_engine_config`, after vLLM has loaded the plugins. So the check
 follows that call. Within the call, pydantic would put its own words behind the error's message.
+
+So does what changes vLLM's hashes of images, as it is servers that make them.
 """
 
 import functools
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 _CHECKED: Final = "_checked_by_omni_connector"
+_BY_CONTENT: Final = "_named_by_omni_connector"
 
 LOCAL_ENGINES: Final = "_OMNI_CONNECTOR_LOCAL_ENGINES"
 """Environment variable that tells an engine core how many data-parallel engines its deployment has
@@ -44,6 +47,7 @@ def check_engine_configs(engine_args: "type[EngineArgs]") -> None:
     def create_checked(self: "EngineArgs", *arguments: Any, **named: Any) -> "VllmConfig":
         vllm_config = create(self, *arguments, **named)
         check_engine_config(vllm_config)
+        name_media_by_content(vllm_config)
         # The engine cores that are started for this configuration inherit it.
         os.environ[LOCAL_ENGINES] = str(vllm_config.parallel_config.data_parallel_size_local)
         return vllm_config
@@ -75,6 +79,41 @@ def check_engine_config(vllm_config: "VllmConfig") -> None:
     main = multiprocessing.parent_process() is None
     check_settings(config, binds=transfer.is_kv_producer and config.handoff and alone and main)
     require_supported_engine(vllm_config)
+
+
+def name_media_by_content(vllm_config: "VllmConfig") -> None:
+    """Have this engine's hashes of images and the like tell its model by configuration.
+
+    vLLM's tell it by name or path. So engines of one model at two paths would share no KV of
+    prompts with images. Which weights an engine has is compared anyway.
+
+    vLLM's are left as they are for others that go by them: connectors of the encoder cache, and
+    routers that follow KV events.
+    """
+    model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
+    events = vllm_config.kv_events_config
+    if model.multimodal_config is None or transfer is None:
+        return
+    if own_extra_config(transfer) is None or vllm_config.ec_transfer_config is not None:
+        return
+    if events is not None and events.enable_kv_cache_events:
+        return
+    from vllm.multimodal.processing import BaseProcessingInfo
+
+    from omni_connector.vllm_v1.identity import configuration_id
+
+    named = getattr(BaseProcessingInfo, "model_id", None)
+    if not isinstance(named, property):
+        return
+    if not hasattr(named.fget, _BY_CONTENT):
+
+        def model_id(info: BaseProcessingInfo) -> str:
+            told = getattr(info.ctx.model_config, _BY_CONTENT, None)
+            return str(named.__get__(info) if told is None else told)
+
+        setattr(model_id, _BY_CONTENT, True)
+        BaseProcessingInfo.model_id = property(model_id)  # type: ignore[assignment]
+    setattr(model, _BY_CONTENT, configuration_id(vllm_config))
 
 
 def local_engines(parallel_config: "ParallelConfig") -> int:

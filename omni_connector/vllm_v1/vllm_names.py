@@ -392,6 +392,10 @@ LOSSES: Final[tuple[tuple[UsedName, str], ...]] = (
         "prompts of tokens among embeddings are neither handed off nor shared",
     ),
     (
+        Attributes("vllm.multimodal.processing:BaseProcessingInfo", ("model_id",)),
+        "engines whose model lies at other paths share no KV of prompts with images",
+    ),
+    (
         Attributes("vllm.model_executor.layers.linear:QKVParallelLinear"),
         "each rank keeps a copy of a KV head that several ranks hold",
     ),

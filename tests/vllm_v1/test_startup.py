@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is wrong with a configuration is said before vLLM loads the model."""
 
+import copy
+import json
 import os
+import shutil
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,8 +16,17 @@ import pytest
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
-from vllm.config import KVTransferConfig, VllmConfig  # noqa: E402
+from PIL import Image  # noqa: E402
+from vllm.config import (  # noqa: E402
+    ECTransferConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    MultiModalConfig,
+    VllmConfig,
+)
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems  # noqa: E402
+from vllm.multimodal.processing import BaseProcessingInfo, ProcessorInputs  # noqa: E402
 
 from omni_connector import plugin  # noqa: E402
 from omni_connector.errors import ConfigError  # noqa: E402
@@ -38,9 +50,8 @@ def make(model: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         transfer = KVTransferConfig(
             kv_connector=connector, kv_role=role, kv_connector_extra_config=extra
         )
-        arguments = EngineArgs(
-            model=str(model), skip_tokenizer_init=True, enforce_eager=True, **(engine or {})
-        )
+        given = {"model": str(model), "skip_tokenizer_init": True, "enforce_eager": True}
+        arguments = EngineArgs(**(given | dict(engine or {})))
         arguments.kv_transfer_config = transfer
         return arguments.create_engine_config()
 
@@ -54,6 +65,50 @@ def taken() -> Any:
         held.bind(("127.0.0.1", 0))
         held.listen()
         yield held.getsockname()[1]
+
+
+class Info(BaseProcessingInfo):
+    """Of a model with images."""
+
+    def get_supported_mm_limits(self) -> dict[str, int | None]:
+        return {"image": None}
+
+
+def image_hash(made: Any, **changes: Any) -> str:
+    """How a server of this configuration, of a model with images, hashes an image."""
+    made.model_config.multimodal_config = MultiModalConfig()
+    for name, value in changes.items():
+        setattr(made, name, value)
+    startup.name_media_by_content(made)
+    context: Any = SimpleNamespace(model_config=copy.copy(made.model_config))
+    image = ImageProcessorItems([Image.new("RGB", (4, 4))])
+    inputs = ProcessorInputs(prompt=[], mm_data_items=MultiModalDataItems(image=image))
+    (told,) = inputs.get_mm_hashes(Info(context).model_id, "sha256")["image"]
+    return told
+
+
+def test_images_are_told_by_the_content_of_a_model_and_not_by_its_path(
+    make: Make, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BaseProcessingInfo, "model_id", BaseProcessingInfo.model_id)
+    there, other = tmp_path / "there", tmp_path / "other"
+    shutil.copytree(model, there)
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rope_theta": 5000.0}))
+    at = [{"model": str(each)} for each in (model, there, other)]
+    told = [image_hash(make(engine=each)) for each in at]
+    assert told[0] == told[1] != told[2]
+    # For these, vLLM's own hashes stay as they are: by the path.
+    events = KVEventsConfig(enable_kv_cache_events=True)
+    encoder = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_both")
+    for how in ({"connector": "ExampleConnector"}, {"kv_events_config": events}, {"ec": encoder}):
+        name = how.pop("connector", plugin.CONNECTOR_NAME)
+        changes = {"ec_transfer_config": how.pop("ec", None), **how}
+        extra = {} if name == plugin.CONNECTOR_NAME else {"shared_storage_path": "/nowhere"}
+        here = [image_hash(make(name, engine=each, **extra), **changes) for each in at[:2]]
+        assert here[0] != here[1]
+        assert told[0] not in here
 
 
 def test_what_is_right_is_let_through(make: Make, runtime: Path) -> None:
