@@ -6,9 +6,9 @@ anything else. `watch_workers` wraps two methods of vLLM:
 
 - `WorkerBase.__init__`, to know the worker of each configuration. A worker has `get_model`, and it
   has it whatever has loaded the model, or loads another one later.
-- on CPUs `UnquantizedLinearMethod.process_weights_after_loading`: vLLM packs linear weights there
-  for its kernels, where Python cannot read them, and removes them from the model. So they are
-  hashed just before that, with each load and each reload.
+- on CPUs `process_weights_after_loading` of vLLM's methods: vLLM packs weights there for its
+  kernels, where Python cannot read them, and removes them from the model. So they are hashed just
+  before that, with each load and each reload (`layer_weights`).
 - on devices the worker's `sleep`, `wake_up` and `discard`: weights that sleep have no memory, and
   reading them would end the process.
 
@@ -23,7 +23,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,16 +34,14 @@ from omni_connector.copy.loaded_weights import (
     TensorDigest,
     UnreadableWeightsError,
     digest_in_pieces,
-    digest_of_tensor,
 )
 from omni_connector.identity.epochs import WeightsDigest
 from omni_connector.plugin import WORKERS, require_supported_vllm
+from omni_connector.vllm_v1.layer_weights import keep_digests_of_packed_weights, weights_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Of a module: the digest of the weight that it had before vLLM packed it.
-_PACKED: Final = "_omni_connector_packed_weight"
 # Of a function: it is wrapped already.
 _WRAPPED: Final = "_omni_connector_wrapped"
 
@@ -125,31 +123,6 @@ def _watch_sleep(worker: Any) -> None:
 
     if not current_platform.is_cpu():  # there vLLM ignores these calls
         _workers[worker].watch(worker)
-
-
-def keep_digests_of_packed_weights() -> None:
-    """On a CPU, from now on hash linear weights before vLLM packs them. Idempotent."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    unquantized: Any = UnquantizedLinearMethod
-    process = unquantized.process_weights_after_loading
-    if hasattr(process, _WRAPPED):
-        return
-
-    @functools.wraps(process)
-    def hashed(method: Any, layer: Any) -> Any:
-        layer.__dict__.pop(_PACKED, None)
-        weight = getattr(layer, "weight", None)
-        if isinstance(weight, torch.Tensor) and not weight.is_meta and weight.numel():
-            layer.__dict__[_PACKED] = digest_of_tensor("weight", weight)
-        return process(method, layer)
-
-    setattr(hashed, _WRAPPED, True)
-    unquantized.process_weights_after_loading = hashed
 
 
 def worker_of(vllm_config: "VllmConfig") -> Any:
@@ -283,29 +256,3 @@ def _processed(models: Iterable[torch.nn.Module]) -> list[str]:
                     f"{type(module).__name__} {type(method).__name__} {sorted(chosen.items())}"
                 )
     return sorted(found)
-
-
-def weights_of(model: torch.nn.Module) -> Mapping[str, torch.Tensor | TensorDigest]:
-    """The tensors of a model that weights are loaded into, by name: parameters, and buffers that
-    belong to its state. A cache of rotary embeddings, which settings size, does not.
-
-    Raises:
-        UnreadableWeightsError: vLLM has packed some weights in a way that hides them.
-    """
-    found: dict[str, torch.Tensor | TensorDigest] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        tensors: dict[str, torch.Tensor | None] = dict(module._parameters)
-        for name, buffer in module._buffers.items():
-            if name not in module._non_persistent_buffers_set:
-                tensors[name] = buffer
-        for name, tensor in tensors.items():
-            if tensor is None:
-                continue
-            whole = f"{prefix}.{name}" if prefix else name
-            found[whole] = tensor
-            if tensor.numel() == 0 and tensor.device.type == "cpu":
-                packed = module.__dict__.get(_PACKED) if name == "weight" else None
-                if packed is None:
-                    raise UnreadableWeightsError(f"vLLM has packed {whole} for this CPU")
-                found[whole] = packed
-    return found

@@ -409,12 +409,24 @@ LOSSES: Final[tuple[tuple[UsedName, str], ...]] = (
     ),
     (
         Called(
-            "vllm.model_executor.layers.linear:"
-            "UnquantizedLinearMethod.process_weights_after_loading",
+            "vllm.model_executor.layers.quantization.base_config:"
+            "QuantizeMethodBase.process_weights_after_loading",
             1,
         ),
         "on CPUs weights in memory are not known, so that nothing is shared without model_id and "
         "weights: fixed",
+    ),
+    (
+        Attributes(
+            "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo",
+            ("restore_metadata",),
+        ),
+        "a layer whose kernel deletes its weights is known by the parameters that are left",
+    ),
+    (
+        Called("vllm.model_executor.offloader:get_offloader"),
+        "weights in memory are not known, so that nothing is shared without model_id and weights: "
+        "fixed",
     ),
 )
 """Names without which it works, and what is lost then."""

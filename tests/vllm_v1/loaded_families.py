@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader import get_model
 from omni_connector.copy.loaded_weights import digest_of
 from omni_connector.identity.epochs import WeightsDigest
 from omni_connector.testing.models import make_model
-from omni_connector.vllm_v1 import loaded_models
+from omni_connector.vllm_v1.layer_weights import keep_digests_of_packed_weights, weights_of
 
 WEIGHTS = "model.safetensors"
 
@@ -41,7 +41,7 @@ def loaded(config: VllmConfig) -> torch.nn.Module:
 
 
 def digest(config: VllmConfig) -> WeightsDigest:
-    return digest_of(loaded_models.weights_of(loaded(config)))
+    return digest_of(weights_of(loaded(config)))
 
 
 def kinds(names: list[str]) -> dict[str, str]:
@@ -58,7 +58,7 @@ def told(path: Path, room: Path, looked_at: set[str]) -> dict[str, object]:
     shutil.copytree(path, room)
     config = configured(room)
     model = loaded(config)
-    weights = loaded_models.weights_of(model)
+    weights = weights_of(model)
     before = digest_of(weights)
     files = load_file(path / WEIGHTS)
     unseen = []
@@ -88,7 +88,7 @@ def told(path: Path, room: Path, looked_at: set[str]) -> dict[str, object]:
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
-    loaded_models.keep_digests_of_packed_weights()
+    keep_digests_of_packed_weights()
     paths = {family: make_model(family, folder / family) for family in sys.argv[2:]}
     gc.freeze()  # vLLM collects garbage at each load: two thirds of the time, among all its modules
     # Of a model with experts, as vLLM then makes the groups of all.

@@ -14,12 +14,8 @@ from vllm.model_executor.layers.linear import QKVParallelLinear
 
 from omni_connector.copy.loaded_weights import UnreadableWeightsError, digest_of
 from omni_connector.vllm_v1 import loaded_models
-from omni_connector.vllm_v1.loaded_models import (
-    head_copies,
-    loaded_digest,
-    watch_workers,
-    weights_of,
-)
+from omni_connector.vllm_v1.layer_weights import weights_of
+from omni_connector.vllm_v1.loaded_models import head_copies, loaded_digest, watch_workers
 
 pytestmark = pytest.mark.vllm
 
