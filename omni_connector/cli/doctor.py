@@ -37,6 +37,7 @@ from omni_connector.net.listener import local_address
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import runtime_dir
 from omni_connector.net.status import plain
+from omni_connector.net.users import lacks_users
 from omni_connector.plugin import (
     CONNECTOR_NAME,
     is_newer,
@@ -224,7 +225,10 @@ def _try_folder(folder: Path) -> None:
 
 
 def _runtime_folder(config: OmniConfig) -> str:
-    return f"{runtime_dir(config.namespace)}, private to this user"
+    remark = ""
+    if lacks_users():
+        remark = "; this user namespace lacks some users: engines outside it are refused"
+    return f"{runtime_dir(config.namespace)}, private to this user{remark}"
 
 
 def _shared_memory() -> str:

@@ -20,6 +20,7 @@ import zmq.auth
 from zmq.utils import z85
 
 from omni_connector.errors import ConfigError
+from omni_connector.net.users import other_user
 
 _MAX_FILE_BYTES: Final = 1 << 16
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
@@ -74,11 +75,9 @@ def _looked_in(path: str | Path) -> str:
 def _check_file(path: str | Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"the key_file {path} is no regular file; name the file of the key")
-    if status.st_uid != os.geteuid():
-        raise ConfigError(
-            f"the key_file {path} belongs to user {status.st_uid}, not {os.geteuid()}; "
-            "copy it for the user of the engine"
-        )
+    other = other_user(status.st_uid, "copy it for the user of the engine")
+    if other is not None:
+        raise ConfigError(f"the key_file {path} belongs to {other}")
     if status.st_mode & _OTHERS:
         raise ConfigError(
             f"the key_file {path} is open to others (mode {stat.S_IMODE(status.st_mode):o}); "

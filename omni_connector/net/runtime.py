@@ -37,6 +37,7 @@ from omni_connector.errors import (
 )
 from omni_connector.net.descriptors import reason
 from omni_connector.net.keys import ClusterKey, own_key
+from omni_connector.net.users import other_user
 
 logger = logging.getLogger("vllm.omni_connector.net")
 
@@ -151,11 +152,9 @@ def check_private(folder: Path) -> None:
         raise ConfigError(f"cannot look at the runtime folder {folder}: {error}") from error
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"the runtime folder {folder} is no folder (symbolic links are refused)")
-    if status.st_uid != os.geteuid():
-        raise ConfigError(
-            f"the runtime folder {folder} belongs to user {status.st_uid}, not {os.geteuid()}; "
-            f"set {RUNTIME_DIR_VARIABLE} to another one"
-        )
+    other = other_user(status.st_uid, f"set {RUNTIME_DIR_VARIABLE} to another one")
+    if other is not None:
+        raise ConfigError(f"the runtime folder {folder} belongs to {other}")
     if status.st_mode & 0o077:
         raise ConfigError(
             f"the runtime folder {folder} is open to others (mode {status.st_mode & 0o777:o}); "

@@ -35,6 +35,7 @@ from omni_connector.net import runtime
 from omni_connector.net.descriptors import reason
 from omni_connector.net.forks import forget_in_child
 from omni_connector.net.packets import PACKAGE, Refusal, close_all, read_answer, receive
+from omni_connector.net.users import other_user
 from omni_connector.net.warnings import Warnings
 from omni_connector.runtime.turns import WOKEN, TurnThread
 
@@ -57,7 +58,8 @@ _CATCH_UP_CHECK_S: Final = 0.05
 
 # Most notes that are taken from one peer before the other peers are served.
 _NOTES_A_ROUND: Final = 64
-_UCRED: Final = struct.Struct("3i")
+_UCRED: Final = struct.Struct("3I")
+_ONE_USER: Final = "engines talk to engines of their own user only"
 
 
 _encoder = Encoder()
@@ -91,9 +93,9 @@ class Connection:
             raise TransportError(f"cannot connect to {path}: {reason(error)}") from error
         try:
             self._connect(deadline)
-            uid = peer_uid(self._socket)
-            if uid != os.geteuid():
-                raise PeerRefusedError(f"{path} belongs to user {uid}, not {os.geteuid()}")
+            other = other_user(peer_uid(self._socket), _ONE_USER)
+            if other is not None:
+                raise PeerRefusedError(f"{path} belongs to {other}")
         except BaseException:
             self._socket.close()
             raise
@@ -372,8 +374,9 @@ class Listener:
             connection.close()
             return
         peers = len(self._connections)
-        if uid != os.geteuid():
-            self._warnings.warn("Refused a peer of user %d, not %d", uid, os.geteuid())
+        other = other_user(uid, _ONE_USER)
+        if other is not None:
+            self._warnings.warn("Refused a peer of %s", other)
             connection.close()
             return
         if peers >= MAX_CONNECTIONS:

@@ -331,6 +331,13 @@ def test_a_runtime_folder_open_to_others_is_found(tmp_path: Path) -> None:
     assert str(folder) in finding.text
 
 
+def test_a_user_namespace_is_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "lacks_users", lambda: False)
+    assert "outside it" not in _find("runtime folder").text
+    monkeypatch.setattr(module, "lacks_users", lambda: True)
+    assert "engines outside it are refused" in _find("runtime folder").text
+
+
 def test_an_arena_larger_than_the_machine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNI_CONNECTOR_ARENA_GIB", "1000000")
     finding = _find("memory")
