@@ -97,7 +97,8 @@ class BlockFolder:
         return f"{self.path}/{name[:2]}/{name[2:]}.kv"
 
     def status(self, path: str) -> os.stat_result | None:
-        """What the file system says of a block's file; None where there is none.
+        """What the file system says of a block's file; None where there is none, or none that this
+        user may read.
 
         Raises:
             OSError: the file system fails.
@@ -108,7 +109,7 @@ class BlockFolder:
             if error.errno not in GONE:
                 raise
             return None
-        return found if stat.S_ISREG(found.st_mode) else None
+        return found if stat.S_ISREG(found.st_mode) and _is_readable(found) else None
 
     def touch(self, path: str, now_ns: int) -> None:
         """Say that a block was used at this time of the wall clock."""
@@ -217,6 +218,12 @@ class BlockFolder:
         """What the file system has left for this user."""
         status = os.statvfs(self.path)
         return status.f_bavail * status.f_frsize
+
+
+def _is_readable(status: os.stat_result) -> bool:
+    """Whether this user may read a file, as far as its owner and its mode tell."""
+    own = os.geteuid()
+    return own in (status.st_uid, 0) or bool(status.st_mode & (stat.S_IRGRP | stat.S_IROTH))
 
 
 def _check_parent(parent: str) -> None:

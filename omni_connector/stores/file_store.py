@@ -23,6 +23,7 @@ import numpy as np
 from omni_connector.arena.pool import pages
 from omni_connector.config import FileStoreSettings
 from omni_connector.errors import ConfigError, TransportError
+from omni_connector.net.warnings import Warnings
 from omni_connector.runtime.backoff import Backoff
 from omni_connector.runtime.blocking_calls import CallThreads
 from omni_connector.runtime.turns import StartTurns, Turns, TurnThread
@@ -62,6 +63,11 @@ _LONGEST_PAUSE_S: Final = 60.0
 # block is the first to be swept.
 _TOUCH_S: Final = 60.0
 _TOUCH_STEP_NS: Final = 1000
+
+# Errors of one file, which cost its block alone: its owner forbids it, or its place on the disk is
+# broken. A disk that breaks while it is written to takes other blocks no better.
+_FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM})
+_BROKEN: Final = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})
 
 # Bytes that are read from the disk at a time, into memory of the reading thread.
 _BOUNCE_BYTES: Final = 1 << 20
@@ -150,10 +156,17 @@ _Question = Callable[[FileCall], bool]
 
 
 class _LoggedBackoff(Backoff):
-    """When one kind of call may be made again after the file system has failed it."""
+    """When one kind of call may be made again after the file system has failed it.
 
-    def __init__(self, what: str, clock: Callable[[], float]) -> None:
+    Args:
+        what: fails, for the log.
+        of_a_file: codes of errors that cost one block, and do not count here.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, what: str, of_a_file: frozenset[int], clock: Callable[[], float]) -> None:
         super().__init__(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, clock)
+        self.of_a_file: Final = of_a_file
         self._what = what
 
     def failed_by(self, why: str) -> None:
@@ -233,9 +246,16 @@ class FileBlockStore(BlockStore):
         self._sweeping: Turns | None = None
         self._pieces: Generator[None, None, None] | None = None
         self._step: Future[bool] | None = None
+        self._warnings = Warnings(logger)
         self._lookups, self._puts, self._gets = (
-            _LoggedBackoff(f"The store of files at {settings.path} fails to {verb} blocks", clock)
-            for verb in ("look up", "store", "load")
+            _LoggedBackoff(
+                f"The store of files at {settings.path} fails to {verb} blocks", of_a_file, clock
+            )
+            for verb, of_a_file in (
+                ("look up", _FORBIDDEN | _BROKEN),
+                ("store", _FORBIDDEN),
+                ("load", _FORBIDDEN | _BROKEN),
+            )
         )
         opening = self._calls.start(self._prepare)
         wait([opening], _OPEN_S)
@@ -303,7 +323,7 @@ class FileBlockStore(BlockStore):
             beside: whether several threads may ask, where one is slow.
         """
         count = len(questions)
-        call = FileCall(questions)
+        call = FileCall([partial(self._answered, backoff, each) for each in questions])
         if not count or self._closed:
             return call.answers
         if backoff.active:
@@ -340,6 +360,18 @@ class FileBlockStore(BlockStore):
         elif not isinstance(error, OSError | ConfigError):
             logger.error("This should not happen; please report it", exc_info=error)
         return answers
+
+    def _answered(self, backoff: _LoggedBackoff, ask: _Question, call: FileCall) -> bool:
+        """Answer a question; where its file fails, and no more, its block is missing."""
+        try:
+            return ask(call)
+        except OSError as error:
+            if error.errno not in backoff.of_a_file:
+                raise
+            self._prepared = False  # the folder may be another one by now, or have other rights
+            self._count(_kind(error), 1)
+            self._warnings.warn("A block of the store of files counts as missing: %s", error)
+            return False
 
     def _begin(self, call: FileCall, *, beside: bool = False) -> None:
         """Have one thread more answer the questions of a call.
@@ -378,7 +410,12 @@ class FileBlockStore(BlockStore):
 
     def _put(self, key: str, row: Rows, call: FileCall) -> bool:
         path = self._folder.path_of(key)
-        status = self._folder.status(path)
+        try:
+            status = self._folder.status(path)
+        except OSError as error:
+            if error.errno not in _BROKEN:
+                raise
+            status = None  # a new file takes its place
         if status is not None and status.st_size == row.nbytes:
             now_ns = self._wall()
             if _is_old(status, now_ns):
@@ -399,16 +436,17 @@ class FileBlockStore(BlockStore):
             return False
 
     def _read_file(self, path: str, row: Rows, call: FileCall) -> bool:
-        fd = self._folder.open(path)
         try:
-            if os.fstat(fd).st_size == row.nbytes:
-                return _read(fd, row, call)
+            fd = self._folder.open(path)
+            try:
+                if os.fstat(fd).st_size == row.nbytes:
+                    return _read(fd, row, call)
+            finally:
+                os.close(fd)
         except OSError as error:
-            if error.errno == errno.EIO:  # this part of the disk may be broken, and no other
+            if error.errno in _BROKEN:
                 self._folder.remove(path)
             raise
-        finally:
-            os.close(fd)
         self._count("other length", 1)
         self._folder.remove(path)
         return False

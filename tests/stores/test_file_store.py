@@ -419,6 +419,57 @@ def test_a_broken_part_of_a_disk_costs_its_block(
     assert not path_of(folder, KEYS[0]).exists()
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("call", ["stat", "open", "preadv"])
+def test_a_file_that_fails_costs_its_block_and_no_other(
+    store: FileBlockStore,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
+    code: int,
+) -> None:
+    assert all(put(store))
+    bad = str(path_of(folder, KEYS[3]))
+    real = getattr(os, call)
+
+    def fails(which: Any, *args: Any, **options: Any) -> Any:
+        name = os.readlink(f"/proc/self/fd/{which}") if isinstance(which, int) else str(which)
+        if name == bad:
+            raise OSError(code, os.strerror(code), bad)
+        return real(which, *args, **options)
+
+    monkeypatch.setattr(os, call, fails)
+    others = [key != KEYS[3] for key in KEYS]
+    if call == "stat":
+        assert store.exists(KEYS, timeout=TIMEOUT_S) == others
+        assert store.exists(KEYS[3:], timeout=TIMEOUT_S) == others[3:]
+    else:
+        assert get(store, KEYS[3:4]) == [False]
+        assert get(store) == others
+    assert store.failures[errno.errorcode[code]] >= 1
+    assert "backed off" not in store.failures
+    assert [each for each in caplog.messages if bad in each]
+    assert os.path.lexists(bad) == (call == "stat" or code == errno.EACCES)
+    if code == errno.EIO:
+        assert all(put(store)), "it is written again"
+
+
+def test_what_this_user_may_not_read_is_no_block_and_is_written_again(
+    store: FileBlockStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(put(store))
+    path_of(folder, KEYS[3]).chmod(0o644)
+    before = [path_of(folder, key).stat().st_ino for key in KEYS]
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    open_to_all = [key == KEYS[3] for key in KEYS]
+    assert store.exists(KEYS, timeout=TIMEOUT_S) == open_to_all
+    assert all(put(store))
+    after = [path_of(folder, key).stat().st_ino for key in KEYS]
+    assert [a == b for a, b in zip(before, after, strict=True)] == open_to_all
+
+
 @pytest.mark.parametrize("call", ["stat", "open", "fstat", "preadv"])
 def test_a_file_that_another_host_has_removed_is_missing_and_the_others_are_not(
     store: FileBlockStore, folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
