@@ -8,7 +8,6 @@ the configuration wins. An unknown key is an error that names the nearest known 
 import math
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -337,19 +336,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def arena_bytes(self) -> int | None:
         """Bytes of arena for all ranks of this engine on this host; None where none were set."""
         return None if self.arena_gib is None else int(self.arena_gib * _GIB)
-
-
-def memory_limit_bytes() -> int:
-    """Bytes of memory that this process may use: the machine's, or its cgroup's if it has less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:  # this version of cgroups is not mounted here
-            continue
-        if text.isdigit():
-            total = min(total, int(text))
-    return total
 
 
 def read_settings(where: str, kind: type[_Settings], given: Mapping[Any, Any]) -> _Settings:

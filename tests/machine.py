@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from omni_connector.config import memory_limit_bytes
+from omni_connector.arena.available import memory_limit_bytes
 from omni_connector.plugin import installed_vllm
 from omni_connector.transports.mooncake.library import engine_module, wheel_name
 

@@ -3,7 +3,6 @@
 
 import json
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from omni_connector.config import (
     FileStoreSettings,
     OmniConfig,
     StoreSettings,
-    memory_limit_bytes,
 )
 from omni_connector.errors import ConfigError
 
@@ -365,30 +363,3 @@ def test_config_errors_are_value_errors() -> None:
 def test_arena_bytes_is_what_was_asked_for() -> None:
     assert load({"arena_gib": 1.5}).arena_bytes() == 3 * GIB // 2
     assert load().arena_bytes() is None
-
-
-MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-V2 = "/sys/fs/cgroup/memory.max"
-V1 = "/sys/fs/cgroup/memory/memory.limit_in_bytes"
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, MACHINE),
-        ({V2: "max\n"}, MACHINE),
-        ({V2: "12345\n"}, 12345),
-        ({V1: "54321\n"}, 54321),
-        ({V1: "9223372036854771712\n"}, MACHINE),  # how version 1 says that there is no limit
-    ],
-)
-def test_a_cgroup_limit_below_the_machines_memory_counts(
-    files: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read_text(path: Path) -> str:
-        if str(path) not in files:
-            raise FileNotFoundError(path)
-        return files[str(path)]
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    assert memory_limit_bytes() == expected

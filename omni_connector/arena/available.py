@@ -5,15 +5,35 @@ The size of /dev/shm does not bound an arena, which is a memfd. The machine's me
 does each cgroup of this process: a page is charged to them when it is first touched.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from omni_connector.config import memory_limit_bytes
-
 # (limit, use, name in memory.stat of memory that can be reclaimed), for both versions of cgroups.
-_V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2: Final = ("memory.max", "memory.current", "inactive_file")
+_Files = tuple[str, str, str]
+_V1: Final[_Files] = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2: Final[_Files] = ("memory.max", "memory.current", "inactive_file")
+
+
+def memory_limit_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process may use: the machine's, or what the tightest of its cgroups
+    allows if that is less.
+
+    Args:
+        root: the folder with /proc and /sys.
+    """
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = (_number(folder, names[0]) for folder, names in _own_cgroups(root))
+    return min([machine, *(limit for limit in limits if limit is not None)])
+
+
+def spared_bytes() -> int:
+    """Bytes of available memory that an arena leaves to others.
+
+    1/20 of the memory limit, 4 GiB at most.
+    """
+    return min(memory_limit_bytes() // 20, 4 << 30)
 
 
 def available_bytes(root: Path = Path("/"), *, claimed: int = 0, in_cgroup: int = 0) -> int:
@@ -24,7 +44,7 @@ def available_bytes(root: Path = Path("/"), *, claimed: int = 0, in_cgroup: int 
         claimed: bytes of the machine's memory that others have claimed.
         in_cgroup: the part of `claimed` that is charged to the cgroups of this process.
     """
-    available = memory_limit_bytes()
+    available = memory_limit_bytes(root)
     for line in _lines(root / "proc/meminfo"):
         name, _, value = line.partition(":")
         if name == "MemAvailable":
@@ -47,28 +67,60 @@ def memory_cgroup(root: Path = Path("/")) -> int:
 
 
 def _left_in_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
-    for line in _lines(root / "proc/self/cgroup"):
+    for folder, (limit_file, use_file, reclaimable) in _own_cgroups(root):
+        limit, use = _number(folder, limit_file), _number(folder, use_file)
+        if limit is None or use is None:
+            continue
+        stat = dict(
+            line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if " " in line
+        )
+        yield folder, limit - use + int(stat.get(reclaimable, 0))
+
+
+def _own_cgroups(root: Path) -> Iterator[tuple[Path, _Files]]:
+    """The cgroup of this process that counts memory, and all around it, the innermost first."""
+    for line in _lines(root / "proc/self/cgroup"):  # a host may have both versions
         number, _, rest = line.partition(":")
         controllers, _, own = rest.partition(":")
-        mount = root / "sys/fs/cgroup"
         if number == "0":
-            names = _V2
+            files, mounts = _V2, _mounts(root, "cgroup2", "")
         elif "memory" in controllers.split(","):
-            mount, names = mount / "memory", _V1
+            files, mounts = _V1, _mounts(root, "cgroup", "memory")
         else:
             continue
-        # In a container this may be the host's path; then only the mount itself is visible.
-        within = Path(own.strip().lstrip("/"))
-        for folder in [mount / within, *(mount / parent for parent in within.parents)]:
-            yield from ((folder, left) for left in _left_in(folder, *names))
+        inside = [
+            (point, own.removeprefix(shown))
+            for point, shown in mounts
+            if f"{own}/".startswith(f"{shown}/")
+        ]
+        # Else a container may have the host's path, and only the mount itself is visible.
+        for point, path in inside or [(point, own) for point, _ in mounts[:1]]:
+            within = Path(path.lstrip("/"))
+            if ".." in within.parts:  # outside of the namespace's root
+                within = Path()
+            for folder in (within, *within.parents):
+                yield point / folder, files
 
 
-def _left_in(folder: Path, limit_file: str, use_file: str, reclaimable: str) -> Iterator[int]:
-    limit, use = (next(_lines(folder / name), "") for name in (limit_file, use_file))
-    if not (limit.isdigit() and use.isdigit()):  # no limit, or no such cgroup
-        return
-    stat = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if " " in line)
-    yield int(limit) - int(use) + int(stat.get(reclaimable, 0))
+def _mounts(root: Path, kind: str, controller: str) -> list[tuple[Path, str]]:
+    """Where cgroups of a kind are mounted, and the path of the one that is shown there, "" for all.
+
+    A container without a namespace of cgroups is shown a part of the host's.
+    """
+    found = []
+    for line in _lines(root / "proc/self/mountinfo"):
+        before, _, after = line.partition(" - ")
+        file_system, *options = after.split()
+        if file_system == kind and (not controller or controller in options[-1].split(",")):
+            shown, point = before.split()[3:5]
+            found.append((root / point.lstrip("/"), shown.rstrip("/")))
+    return found or [(root / "sys/fs/cgroup" / controller, "")]  # the usual place
+
+
+def _number(folder: Path, name: str) -> int | None:
+    """What a file of a cgroup says; None where there is no limit, or no such cgroup."""
+    text = next(_lines(folder / name), "")
+    return int(text) if text.isdigit() else None
 
 
 def _lines(path: Path) -> Iterator[str]:

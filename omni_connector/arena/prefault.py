@@ -26,10 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.arena import populate
-from omni_connector.arena.available import available_bytes
+from omni_connector.arena.available import available_bytes, spared_bytes
 from omni_connector.arena.huge_pages import HugePages, expected, explain, mapped_huge
 from omni_connector.arena.nodes import cores_of_nodes
-from omni_connector.config import memory_limit_bytes
 from omni_connector.runtime.turns import COPIES
 
 logger = logging.getLogger("vllm.omni_connector.worker")
@@ -78,14 +77,6 @@ def overcommit_is_strict() -> bool:
         return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
     except OSError:  # a container may hide it; the mode is then hardly ever this one
         return False
-
-
-def spared_bytes() -> int:
-    """Bytes of available memory that background populating leaves to others.
-
-    1/20 of the memory limit, 4 GiB at most.
-    """
-    return min(memory_limit_bytes() // 20, 4 << 30)
 
 
 class _Steps:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from omni_connector.arena.available import spared_bytes
 from omni_connector.arena.huge_pages import HugePages
 from omni_connector.arena.memory_claims import Reservation, sizing_lock, unclaimed_bytes
 from omni_connector.errors import ConfigError
@@ -75,7 +76,7 @@ class ArenaSizing:
     """What the size of one rank's arena depends on, beside the size of a slot.
 
     Attributes:
-        given: configured bytes; None sizes the arena by the host's memory.
+        given: configured bytes, at most; None sizes the arena by the host's memory.
         cache_blocks: blocks of the rank's KV cache.
         max_tokens: tokens of the longest prompt.
         sharers: arenas of this deployment on this host.
@@ -128,7 +129,7 @@ class ArenaSizing:
             ConfigError: there is no room for a single slot.
         """
         if self.given is not None:
-            size = ArenaSize(self.given // slot_bytes, "arena_gib")
+            size = self._given_size(self.given, slot_bytes)
         else:
             # Any part of the cache may be blocks that take a slot in each stripe.
             divides = any(each.stripe is not None for each in slot_groups)
@@ -144,11 +145,35 @@ class ArenaSizing:
                 sharers=self.sharers,
             )
         if size.slots < 1:
+            remedy = "" if self._short_of(size, slot_bytes) else "; set arena_gib"
             raise ConfigError(
                 f"the arena has no room for a single KV block of {slot_bytes} bytes "
-                f"({size.why}); set arena_gib"
+                f"({size.why}){remedy}"
             )
         return size
+
+    def _given_size(self, given: int, slot_bytes: int) -> ArenaSize:
+        """The configured size, or as much of it as there is memory for: beyond that the kernel
+        kills the engine while it fills the arena."""
+        wanted = given // slot_bytes
+        if self.huge_pages == "hugetlb":  # they are reserved, and no part of the available memory
+            return ArenaSize(wanted, "arena_gib")
+        unclaimed = unclaimed_bytes(self.deployment)
+        # This rank's KV cache is in use by now. Those of the others may be, too, as above.
+        others = self.reserved // self.sharers * (self.sharers - 1)
+        left = max(unclaimed - others, unclaimed // 2) - spared_bytes()
+        room = max(0, left // self.sharers // slot_bytes)
+        if wanted <= room:
+            return ArenaSize(wanted, "arena_gib")
+        return ArenaSize(
+            room,
+            f"arena_gib wants {given / GIB:.2f}, and the machine and its cgroups have "
+            f"{unclaimed / GIB:.2f} GiB left, for {self.sharers} such arenas and all else: lower "
+            "arena_gib, or raise the memory limit",
+        )
+
+    def _short_of(self, size: ArenaSize, slot_bytes: int) -> bool:
+        return self.given is not None and size.slots < self.given // slot_bytes
 
     def tell(
         self,
@@ -160,14 +185,16 @@ class ArenaSizing:
         stripes: int = 1,
         slot_groups: Sequence[SlotGroup] = (),
     ) -> None:
-        """Log the size of a rank's arena, and warn if the longest prompts do not fit.
+        """Log the size of a rank's arena, as a warning if it is less than the configured one, and
+        warn if the longest prompts do not fit.
 
         Args:
             rank, ranks: of this worker, and how many its engine has.
             size: of the arena.
             slot_bytes, groups, stripes, slot_groups: as for `size`.
         """
-        logger.info(
+        logger.log(
+            logging.WARNING if self._short_of(size, slot_bytes) else logging.INFO,
             "Arena of rank %d: %.2f GiB, %d slots of %.1f MiB (%s)",
             rank,
             size.slots * slot_bytes / 2**30,

@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from omni_connector.arena.arena import Arena, ArenaView
+from omni_connector.arena.available import memory_limit_bytes, spared_bytes
 from omni_connector.arena.huge_pages import explain, pool
 from omni_connector.arena.memory_claims import unclaimed_bytes
 from omni_connector.arena.memory_nodes import MemoryNodes
@@ -30,7 +31,7 @@ from omni_connector.arena.size import (
     ORDINARY_PART,
     USEFUL_CACHES,
 )
-from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings, memory_limit_bytes
+from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings
 from omni_connector.errors import ConfigError, OmniError
 from omni_connector.net.keys import load_key
 from omni_connector.net.listener import local_address
@@ -255,8 +256,8 @@ def _shared_memory() -> str:
 def _memory(config: OmniConfig) -> str:
     wanted = config.arena_bytes()
     limit = memory_limit_bytes()
+    there = unclaimed_bytes()
     if wanted is None:
-        there = unclaimed_bytes()
         return (
             f"{there / _GIB:.1f} GiB available of {limit / _GIB:.1f} GiB, without what other "
             "arenas will still take: the arena of an engine "
@@ -270,6 +271,11 @@ def _memory(config: OmniConfig) -> str:
             f"use ({limit / _GIB:.1f} GiB): make it smaller"
         )
     remark = "; less than half is left for everything else" if wanted > limit // 2 else ""
+    if wanted > there - spared_bytes() and config.huge_pages != "hugetlb":
+        remark = (
+            f"; an engine that starts now takes a smaller one, as {there / _GIB:.1f} GiB are left "
+            "without what other arenas will still take"
+        )
     return f"arena of {wanted / _GIB:.1f} GiB of {limit / _GIB:.1f} GiB{remark}"
 
 

@@ -29,7 +29,7 @@ from omni_connector.errors import (
 )
 from omni_connector.net.forks import forget_in_child
 from omni_connector.objects.base import ObjectKey, OmniConnector, check_times
-from omni_connector.objects.object_store import ObjectStore
+from omni_connector.objects.object_store import ObjectStore, fitting
 from omni_connector.objects.peer import (
     PROTOCOL,
     Find,
@@ -242,7 +242,7 @@ class Exchange(OmniConnector, Generic[Address]):
             if own is not None:
                 return own
             with ExitStack() as undo:
-                objects = self._store(Arena.create(*self._geometry))
+                objects = self._store(Arena.create(*fitting(*self._geometry)))
                 undo.callback(objects.close)
                 own = _Own(objects, *self._announce(objects.arena, undo), self._buffers)
                 with self._lock:

@@ -26,7 +26,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena
-from omni_connector.config import memory_limit_bytes
+from omni_connector.arena.available import memory_limit_bytes, spared_bytes
+from omni_connector.arena.memory_claims import unclaimed_bytes
 from omni_connector.errors import ArenaFullError, ConfigError, ProtocolError, TransportError
 from omni_connector.objects import codec
 from omni_connector.objects.base import ObjectKey, check_times, objects_of
@@ -69,6 +70,20 @@ def object_geometry(gib: float | None) -> tuple[int, int]:
     while total > slot_bytes * MAX_OBJECT_SLOTS:
         slot_bytes *= 2
     return max(1, total // slot_bytes), slot_bytes
+
+
+def fitting(n_slots: int, slot_bytes: int) -> tuple[int, int]:
+    """A geometry with no more slots than there is memory for now: beyond that the kernel kills the
+    process while it fills the arena."""
+    left = unclaimed_bytes()
+    room = max(1, (left - spared_bytes()) // slot_bytes)
+    if room < n_slots:
+        logger.warning(
+            "The arena for objects gets %.2f GiB instead of %.2f: the machine and its cgroups have "
+            "%.2f left. Lower object_gib, or raise the memory limit",
+            *(each / (1 << 30) for each in (room * slot_bytes, n_slots * slot_bytes, left)),
+        )
+    return min(n_slots, room), slot_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from omni_connector.arena.available import available_bytes
+from omni_connector.arena.available import available_bytes, spared_bytes
 from omni_connector.arena.block_index import MAX_SLOTS, BlockIndex, BlockIndexView
 from omni_connector.arena.format import EPOCH_BYTES
-from omni_connector.arena.prefault import spared_bytes
 from omni_connector.arena.slot_index import Ints
 from omni_connector.config import MAX_ORPHAN_S
 from omni_connector.errors import OmniError, PeerRefusedError, PeerUnreachableError

@@ -12,8 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from omni_connector.arena.available import available_bytes
-from omni_connector.config import memory_limit_bytes
+from omni_connector.arena.available import available_bytes, memory_limit_bytes
 from omni_connector.errors import TransportError
 from omni_connector.runtime.blocking_calls import CallThreads
 from omni_connector.stage.link import Sender

@@ -115,7 +115,7 @@ def test_memory_that_is_limited_for_others_only_is_theirs(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr("omni_connector.arena.available.memory_limit_bytes", lambda: TIB)
+    monkeypatch.setattr("omni_connector.arena.available.memory_limit_bytes", lambda root: TIB)
     assert memory_cgroup(tmp_path) == (tmp_path / "sys/fs/cgroup/pod").stat().st_ino
     assert memory_cgroup(tmp_path / "nowhere") == 0
     assert available_bytes(tmp_path) == 18 * GIB

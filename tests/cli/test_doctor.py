@@ -347,10 +347,22 @@ def test_an_arena_larger_than_the_machine_is_found(monkeypatch: pytest.MonkeyPat
 
 def test_an_arena_over_half_of_the_memory_is_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "memory_limit_bytes", lambda: 10 << 30)
+    monkeypatch.setattr(module, "unclaimed_bytes", lambda: 9 << 30)
     monkeypatch.setenv("OMNI_CONNECTOR_ARENA_GIB", "6")
     finding = _find("memory")
     assert finding.ok
     assert "less than half is left" in finding.text
+
+
+def test_an_arena_for_which_too_little_is_left_is_remarked_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "memory_limit_bytes", lambda: 10 << 30)
+    monkeypatch.setattr(module, "unclaimed_bytes", lambda: 3 << 30)
+    monkeypatch.setenv("OMNI_CONNECTOR_ARENA_GIB", "4")
+    finding = _find("memory")
+    assert finding.ok
+    assert "takes a smaller one, as 3.0 GiB are left" in finding.text
 
 
 def test_it_says_how_large_an_arena_is_and_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from omni_connector.objects.object_store import (
     ObjectStore,
     StoredObject,
     _choose,
+    fitting,
     object_geometry,
 )
 from omni_connector.objects.peer import Found, read_object
@@ -468,6 +469,22 @@ def test_size_of_the_arena_unless_configured(
 ) -> None:
     monkeypatch.setattr(objects, "memory_limit_bytes", lambda: memory_gib << 30)
     assert object_geometry(None) == (slots, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("left_mib", "slots", "warned"), [(5000, 4096, False), (500, 400, True), (50, 1, True)]
+)
+def test_the_arena_is_no_larger_than_the_memory_that_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    left_mib: int,
+    slots: int,
+    warned: bool,
+) -> None:
+    monkeypatch.setattr(objects, "unclaimed_bytes", lambda: left_mib << 20)
+    monkeypatch.setattr(objects, "spared_bytes", lambda: 100 << 20)
+    assert fitting(4096, 1 << 20) == (slots, 1 << 20)
+    assert any("Lower object_gib" in message for message in caplog.messages) == warned
 
 
 @pytest.mark.parametrize("gib", [0, -1, float("inf"), float("nan")])
