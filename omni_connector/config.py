@@ -333,6 +333,11 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Whether what an engine has kept is to outlive it."""
         return self.share and self.orphan_s > 0
 
+    @property
+    def needs_loopback_key(self) -> bool:
+        """Whether the control channel uses TCP without a `key_file`, which it may on loopback."""
+        return self.key_file is None and bool(self.listen or self.peers)
+
     def arena_bytes(self) -> int | None:
         """Bytes of arena for all ranks of this engine on this host; None where none were set."""
         return None if self.arena_gib is None else int(self.arena_gib * _GIB)

@@ -46,6 +46,7 @@ OTHERS = {
     "NotifyAccess": "a setting of systemd",
     "OpenMP": "threads of vLLM's CPU build",
     "preStop": "a hook of Kubernetes",
+    "runAsUser": "a setting of Kubernetes",
     "ServeGen": "traces that benchmarks replay",
     "TiB": "a unit",
     "TimeoutStopSec": "a setting of systemd",

@@ -263,7 +263,10 @@ class Arena(_Mapping):
         except OSError as error:
             if reserved:
                 raise _no_huge_pages(size, error) from error
-            raise TransportError(f"cannot make a memfd: {reason(error)}") from error
+            hint = ""
+            if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+                hint = "; allow memfd_create, which the container's seccomp profile may forbid"
+            raise TransportError(f"cannot make a memfd: {reason(error)}{hint}") from error
         try:
             if reserved:
                 size = _whole_pages(fd, size)

@@ -56,6 +56,11 @@ from omni_connector.transports.mooncake.library import (
 )
 
 _GIB: Final = 1 << 30
+_RUST: Final = (
+    "; VLLM_USE_RUST_FRONTEND is set: a server with the Rust front end has no metrics "
+    "vllm:omni_connector_... and no DrainMiddleware, which the Python one has. Watch it with "
+    "`omni-connector top`, and stop it with `omni-connector drain --wait`"
+)
 _IMPORT_S: Final = 180.0
 """Longest wait for the import of vLLM, in seconds."""
 
@@ -119,18 +124,20 @@ def _python() -> str:
 
 def _vllm() -> str:
     installed = require_supported_vllm()
-    command = ""
+    remarks = ""
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0").strip() not in ("", "0"):
+        remarks = _RUST
     if installed.distribution != "vllm":  # vLLM's command asks for the version of `vllm`
-        command = (
+        remarks += (
             "; its command `vllm serve MODEL` fails: start the same server with "
             "`python -m vllm.entrypoints.openai.api_server --model MODEL`"
         )
     if is_newer(installed.version):
         return (
             f"{installed}, newer than the tested versions ({supported_range()}): an engine "
-            f"starts if the names below fit, but no answers were tested with it{command}"
+            f"starts if the names below fit, but no answers were tested with it{remarks}"
         )
-    return f"{installed} (supported: {supported_range()}){command}"
+    return f"{installed} (supported: {supported_range()}){remarks}"
 
 
 def _plugin() -> str:

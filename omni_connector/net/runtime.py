@@ -69,7 +69,8 @@ def runtime_root() -> Path:
     that variable names a folder of this user, else `omni-connector-<uid>` in the temporary folder.
 
     Raises:
-        ConfigError: `$OMNI_CONNECTOR_RUNTIME_DIR` is no absolute path.
+        ConfigError: `$OMNI_CONNECTOR_RUNTIME_DIR` is no absolute path, or there is no temporary
+            folder.
     """
     override = os.environ.get(RUNTIME_DIR_VARIABLE, "")
     xdg = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -79,7 +80,39 @@ def runtime_root() -> Path:
         return Path(override)
     if _is_own_folder(xdg):
         return Path(xdg) / _FOLDER
-    return Path(tempfile.gettempdir()) / f"{_FOLDER}-{os.geteuid()}"
+    return _temporary_folder() / f"{_FOLDER}-{os.geteuid()}"
+
+
+def _temporary_folder() -> Path:
+    """The folder for temporary files, in which all engines of a host look.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        folder = tempfile.gettempdir()
+    except OSError:
+        folder = ""
+    # Python falls back to the working directory, where no other engine looks.
+    if folder and not (folder == _working_folder() and folder not in _temporary_folders()):
+        return Path(folder)
+    raise ConfigError(
+        "there is no folder for temporary files in which this user may write ($TMPDIR, /tmp, "
+        f"/var/tmp), and so no runtime folder; set {RUNTIME_DIR_VARIABLE} to a folder that the "
+        "engines of this host share"
+    )
+
+
+def _temporary_folders() -> set[str]:
+    named = [os.environ.get(variable) for variable in ("TMPDIR", "TEMP", "TMP")]
+    return {os.path.abspath(each) for each in (*named, "/tmp", "/var/tmp", "/usr/tmp") if each}
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # somebody has removed it
+        return ""
 
 
 def namespace_dir(namespace: str) -> Path:

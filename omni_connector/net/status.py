@@ -25,9 +25,17 @@ import msgspec
 from msgspec import Meta, Struct
 
 from omni_connector import __version__
+from omni_connector.errors import ConfigError
 from omni_connector.net.forks import forget_in_child
+from omni_connector.net.keys import ClusterKey
 from omni_connector.net.orders import ORDER, Orders, Service, forget_orders, read_orders
-from omni_connector.net.runtime import open_own_file
+from omni_connector.net.runtime import (
+    LOOPBACK_KEY,
+    loopback_key,
+    open_own_file,
+    runtime_dir,
+    runtime_root,
+)
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.metric_names import FAILURE, PEER
 
@@ -111,6 +119,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
         vllm, omni_connector: their versions.
         ranks: how many have an arena, of all its pipeline stages together.
         arena_bytes: of the arenas of all ranks; 0 where it has none.
+        loopback_key: whether its ports on loopback have the key of the runtime folder.
         started, written: seconds of Unix time. All else is as of `written` or later.
         usage: as it is now.
         service: its phase, its role, and its requests.
@@ -133,6 +142,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     omni_connector: _Text = ""
     ranks: _Count = 1
     arena_bytes: _Count = 0
+    loopback_key: bool = False
     started: _Amount = 0.0
     written: _Amount = 0.0
     usage: Usage = Usage()
@@ -408,6 +418,33 @@ def read_each(folder: Path) -> tuple[dict[Path, EngineStatus], list[str]]:
         if status is not None:
             found[folder / name] = status
     return found, remarks
+
+
+def check_loopback_key() -> ClusterKey:
+    """The key of `loopback_key`, unless it would be another one than that of running engines.
+
+    Raises:
+        ConfigError: as `loopback_key`; or the file was removed while an engine had its key.
+    """
+    path = runtime_root() / LOOPBACK_KEY
+    if not path.exists():
+        kernel = runtime_dir().name
+        engines = [each for folder in path.parent.glob(f"*/{kernel}") for each in _said(folder)]
+        names = [label(each.engine_id) for each in engines if each.loopback_key]
+        if names:
+            raise ConfigError(
+                f"{path} was removed while engines run that have its key ({', '.join(names)}), and "
+                "they would refuse an engine with a new one: stop them, then start all again, or "
+                f"give all a key_file; keep what removes old files away from {path.parent}"
+            )
+    return loopback_key()
+
+
+def _said(folder: Path) -> list[EngineStatus]:
+    try:
+        return read(folder)[0]
+    except OSError:  # no runtime folder any more
+        return []
 
 
 def read_file(path: Path) -> EngineStatus | None:

@@ -196,7 +196,10 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
                 ranks = ranks_of(self._config, self._vllm_config)
                 asks = partial(self._surroundings().rank_copies, *ranks, SETTLE_S)
                 self._scheduler_half.settle_ranks(asks)
-            return reset()
+            done = reset()
+            if done and self._scheduler_half is not None:
+                self._scheduler_half.tell_of_reset()
+            return done
 
         kv_cache_manager.reset_prefix_cache = settled_reset  # type: ignore[method-assign]
 

@@ -803,11 +803,21 @@ class OmniScheduler:
                 self._directory.pool.forget()
         if self._shared is not None:
             self._shared.clear()
+            logger.info("The blocks that this engine kept in its arena are forgotten, as was asked")
         return True
 
     def reset_attempted(self) -> None:
         """vLLM tries to reset its prefix cache: the weights may be others now, or soon."""
         self._weights.attempted()
+
+    def tell_of_reset(self) -> None:
+        """Log what vLLM's prefix cache has been reset without."""
+        if self._shared is not None:
+            logger.info(
+                "vLLM's prefix cache was reset. Blocks in arenas and stores stay, for the same "
+                "weights; /reset_prefix_cache?reset_external=true empties the arena of the engine "
+                "that is asked, too"
+            )
 
     def take_stats(self) -> OmniStats | None:
         """What was counted; None when nothing changed, or if it is told in a later step."""

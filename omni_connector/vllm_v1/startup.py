@@ -15,11 +15,14 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from omni_connector.arena.arena import Arena
+from omni_connector.arena.format import PAGE_BYTES
 from omni_connector.config import OmniConfig
 from omni_connector.net.keys import load_key
 from omni_connector.net.listener import check_listen
 from omni_connector.net.peers import parse_listen
 from omni_connector.net.runtime import runtime_dir, socket_path
+from omni_connector.net.status import check_loopback_key
 from omni_connector.plugin import CONNECTOR_NAME
 from omni_connector.transports.choice import check_transports
 
@@ -64,6 +67,7 @@ def check_engine_config(vllm_config: "VllmConfig") -> None:
     Raises:
         ConfigError: a setting, the runtime folder, the key file, the parallel layout or the
             decoding method; the message names it and says what to do.
+        TransportError: the kernel makes no arena.
         MissingDependencyError: as `check_transports`.
     """
     from omni_connector.vllm_v1.specs import require_supported_engine
@@ -77,7 +81,8 @@ def check_engine_config(vllm_config: "VllmConfig") -> None:
     # starts when the engine has its port already.
     alone = vllm_config.parallel_config.data_parallel_size == 1
     main = multiprocessing.parent_process() is None
-    check_settings(config, binds=transfer.is_kv_producer and config.handoff and alone and main)
+    hands_off = transfer.is_kv_producer and config.handoff
+    check_settings(config, binds=hands_off and alone and main, arena=hands_off or config.share)
     require_supported_engine(vllm_config)
 
 
@@ -141,22 +146,28 @@ def own_extra_config(transfer: "KVTransferConfig") -> Mapping[str, Any] | None:
     return None
 
 
-def check_settings(config: OmniConfig, *, binds: bool) -> None:
+def check_settings(config: OmniConfig, *, binds: bool, arena: bool) -> None:
     """Check settings against this host.
 
     Args:
         config: settings of an engine.
         binds: whether to try the port of `listen`, which nobody may have.
+        arena: whether to try to make an arena.
 
     Raises:
-        ConfigError: the runtime folder, the key file, the address of `listen` or a transport cannot
-            be used.
+        ConfigError: the runtime folder, a key, the address of `listen` or a transport cannot be
+            used.
+        TransportError: the kernel makes no arena.
         MissingDependencyError: as `check_transports`.
     """
     # Its longest path is as long as this one: a name is hashed, and no kind has more letters.
     socket_path(runtime_dir(config.namespace), "", kind="--")
     if config.key_file is not None:
         load_key(config.key_file)
+    if config.needs_loopback_key:
+        check_loopback_key()
+    if arena:
+        Arena.create(1, PAGE_BYTES).close()
     if config.listen is not None and binds:
         check_listen(parse_listen(config.listen))
     check_transports(config)

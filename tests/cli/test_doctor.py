@@ -85,6 +85,19 @@ def test_what_needs_vllm_is_in_order_here(what: str) -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize(("used", "told"), [("1", True), ("0", False), (None, False)])
+def test_the_rust_front_end_is_remarked_on(
+    used: str | None, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
+    if used is not None:
+        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", used)
+    finding = _find("vLLM")
+    assert finding.ok
+    assert ("no DrainMiddleware" in finding.text) == told
+
+
+@pytest.mark.vllm
 @pytest.mark.parametrize(("allowed", "there"), [("another", False), ("a,omni_connector", True)])
 def test_vllm_leaves_out_a_plugin_that_it_was_not_told_to_load(
     allowed: str, there: bool, monkeypatch: pytest.MonkeyPatch

@@ -57,6 +57,42 @@ def test_temporary_folder_is_the_last_resort(place: Path, monkeypatch: pytest.Mo
         assert runtime_dir() == wanted
 
 
+@pytest.mark.parametrize("writable", [True, False])
+def test_without_a_temporary_folder_the_working_directory_is_none(
+    place: Path, monkeypatch: pytest.MonkeyPatch, writable: bool
+) -> None:
+    """As where /tmp is read-only: Python takes the working directory, if that is not."""
+    monkeypatch.chdir(place)
+    monkeypatch.delenv("TMPDIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    folders = [str(place / "missing"), *([os.getcwd()] if writable else [])]
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: folders)
+    with pytest.raises(ConfigError, match=f"set {RUNTIME_DIR_VARIABLE} to a folder"):
+        runtime_dir()
+    assert list(place.iterdir()) == []
+    monkeypatch.setenv(RUNTIME_DIR_VARIABLE, str(place / "run"))
+    assert runtime_dir().is_relative_to(place / "run")
+
+
+def test_a_temporary_folder_in_which_the_engine_runs_is_one(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("TMPDIR", f"{place}/")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert runtime_dir().is_relative_to(place)
+
+
+def test_a_working_directory_that_was_removed_is_no_hindrance(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    (place / "gone").mkdir()
+    monkeypatch.chdir(place / "gone")
+    (place / "gone").rmdir()
+    assert runtime_dir().is_relative_to(place)
+
+
 def test_runtime_folder_of_another_user_is_not_taken_over(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from omni_connector.errors import ConfigError
 from omni_connector.net import status as module
+from omni_connector.net.runtime import LOOPBACK_KEY, runtime_dir
 from omni_connector.net.status import (
     MAX_BYTES,
     SIGN_OF_LIFE_S,
@@ -20,6 +22,7 @@ from omni_connector.net.status import (
     StatusFile,
     StatusReport,
     Usage,
+    check_loopback_key,
     plain,
     read,
     sweep,
@@ -349,3 +352,26 @@ def test_a_file_that_is_swept_while_it_is_written_is_written_again(
     assert len(read(place)[0]) == 1
     file.close()
     assert os.listdir(place) == []
+
+
+@pytest.mark.parametrize("namespace", ["default", "another"])
+def test_a_key_of_loopback_that_was_removed_is_missed(
+    place: Path, monkeypatch: pytest.MonkeyPatch, namespace: str
+) -> None:
+    monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(place / "run"))
+    key = check_loopback_key()  # the first engine makes it
+    others, has_key = StatusFile(runtime_dir(namespace)), StatusFile(runtime_dir(namespace))
+    others.write(encoded(engine_id="others"))
+    assert check_loopback_key() == key
+    (place / "run" / LOOPBACK_KEY).unlink()
+    new = check_loopback_key()
+    assert new != key  # nobody has the former one
+    has_key.write(encoded(engine_id="has-key", loopback_key=True))
+    assert check_loopback_key() == new
+    (place / "run" / LOOPBACK_KEY).unlink()
+    with pytest.raises(ConfigError, match=r"was removed while .*\(has-key\).*key_file"):
+        check_loopback_key()
+    assert not (place / "run" / LOOPBACK_KEY).exists()
+    has_key.close()
+    assert check_loopback_key() != new
+    others.close()

@@ -19,6 +19,7 @@ from omni_connector.prefix.hints import Candidate
 from omni_connector.prefix.neighbours import HostNeighbours
 from omni_connector.runtime.context import PROCESS_CONTEXT
 from omni_connector.transports.shm import SharedMemoryTransport
+from omni_connector.vllm_v1 import scheduler as scheduler_module
 from tests import inspection
 from tests.simulation import check
 from tests.toy import BLOCK
@@ -881,6 +882,22 @@ def test_an_engine_rests_with_nothing_that_has_filled_after_a_reset(sharer):
     assert alone.scheduler.reset_prefix_cache()
     assert_clean(alone)
     assert (new(alone), kept(alone)) == (0, 0)
+
+
+def test_the_log_says_what_a_reset_leaves_and_how_to_empty_it(sharer, engine, monkeypatch, tokens):
+    said = []
+    monkeypatch.setattr(scheduler_module.logger, "info", lambda text, *_: said.append(text))
+    alone = sharer()
+    publish(alone)
+    assert alone.scheduler.reset_prefix_cache()
+    assert [("stay" in each, "reset_external=true" in each) for each in said] == [(True, True)]
+    assert kept(alone)
+    assert alone.scheduler.reset_prefix_cache(reset_connector=True)
+    assert "are forgotten" in said[-1]
+    assert not kept(alone)
+    said.clear()
+    assert engine("kv_both").scheduler.reset_prefix_cache()
+    assert not said, "it keeps nothing"
 
 
 def test_what_has_filled_is_void_with_its_weights(busy):

@@ -2,6 +2,7 @@
 """What is wrong with a configuration is said before vLLM loads the model."""
 
 import copy
+import errno
 import json
 import os
 import shutil
@@ -29,7 +30,10 @@ from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems  # no
 from vllm.multimodal.processing import BaseProcessingInfo, ProcessorInputs  # noqa: E402
 
 from omni_connector import plugin  # noqa: E402
-from omni_connector.errors import ConfigError  # noqa: E402
+from omni_connector.config import OmniConfig  # noqa: E402
+from omni_connector.errors import ConfigError, TransportError  # noqa: E402
+from omni_connector.net import runtime as runtime_module  # noqa: E402
+from omni_connector.net.runtime import LOOPBACK_KEY, loopback_key  # noqa: E402
 from omni_connector.vllm_v1 import startup  # noqa: E402
 
 Make = Callable[..., VllmConfig]
@@ -175,6 +179,41 @@ def test_a_runtime_folder_whose_path_is_too_long(
 def test_a_key_file_that_is_missing(make: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"key_file.*omni\.key.*keygen"):
         make(key_file=str(tmp_path / "omni.key"))
+
+
+def test_a_key_of_loopback_that_others_may_read(make: Make, runtime: Path) -> None:
+    loopback_key()
+    (runtime / LOOPBACK_KEY).chmod(0o644)
+    with pytest.raises(ConfigError, match=r"loopback\.key is open to others.*chmod it to 600"):
+        make(listen="127.0.0.1:0")
+    assert make(), "it needs none"
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+def test_a_host_that_makes_no_memfd(make: Make, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(name: str, flags: int = 0) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(TransportError, match=r"cannot make a memfd: .*seccomp profile"):
+        make()
+    with pytest.raises(TransportError, match=r"cannot make a memfd: .*seccomp profile"):
+        make(role="kv_consumer")
+    assert make(role="kv_consumer", share=False), "it has no arena"
+
+
+def test_a_host_without_a_folder_for_temporary_files(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMNI_CONNECTOR_RUNTIME_DIR")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+
+    def none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(runtime_module.tempfile, "gettempdir", none)
+    with pytest.raises(ConfigError, match=r"no folder for temporary files.*RUNTIME_DIR"):
+        startup.check_settings(OmniConfig(), binds=False, arena=False)
 
 
 def test_a_port_that_somebody_has(make: Make, taken: int) -> None:

@@ -5,8 +5,9 @@ import os
 
 import pytest
 
+from omni_connector.errors import ConfigError
 from omni_connector.net import status
-from omni_connector.net.runtime import of_kernel
+from omni_connector.net.runtime import LOOPBACK_KEY, of_kernel
 from omni_connector.net.status import EngineStatus
 from omni_connector.runtime.metric_names import COUNTERS
 from tests.toy import BLOCK, LAYERS, PAGE
@@ -62,6 +63,19 @@ def test_both_sides_of_a_hand_off_tell_their_part(engine, runtime):
     assert p.usage.slots_cached == 4
     assert p.cached_tokens == 0
     assert d.cached_tokens == len(PROMPT) - 1 + 4 * BLOCK
+
+
+def test_engines_tell_whether_they_have_the_key_of_loopback(engine, runtime):
+    engine("kv_consumer", engine_id="near")
+    engine("kv_producer", engine_id="listens", extra={"listen": "127.0.0.1:0"})
+    engine("kv_consumer", engine_id="asks", extra={"peers": ["127.0.0.1"]})
+    wait(lambda: len(told(runtime)) == 3)
+    has_key = {name: said.loopback_key for name, said in told(runtime).items()}
+    assert has_key == {"near": False, "listens": True, "asks": True}
+    assert status.check_loopback_key()
+    (runtime / LOOPBACK_KEY).unlink()
+    with pytest.raises(ConfigError, match=r"was removed while .*(asks, listens|listens, asks)"):
+        status.check_loopback_key()
 
 
 def test_counts_add_up_over_steps_and_ranks(engine, runtime):
