@@ -19,6 +19,27 @@ from .pool import Pool, engine_environment
 
 FOLDER = Path(__file__).parent
 EXAMPLE = FOLDER.parents[1] / "examples" / "ar_to_diffusion.py"
+# The former begins with engines that it shares with the latter.
+DRAFTERS = ("test_one_drafter.py", "test_speculative_drafters.py")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have tests of one drafter follow each other, in whichever file, so that its engines start
+    once: the pool cannot hold those of all drafters."""
+    of_drafters = [item for item in items if item.path.name in DRAFTERS]
+    if of_drafters:
+        last = items.index(of_drafters[-1])
+        behind = items[last + 1 :]
+        methods = list(dict.fromkeys(map(method_of, of_drafters)))
+        items[:] = [item for item in items[: last + 1] if item not in of_drafters]
+        items += sorted(of_drafters, key=lambda item: methods.index(method_of(item)))
+        items += behind
+
+
+def method_of(item: pytest.Item) -> str:
+    """The drafter of a test."""
+    return str(item.callspec.params["method"])  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")
