@@ -63,7 +63,7 @@ class Pair:
         """Until all of it is there, and mapped by both."""
         for half in (self.arena, self.view):
             if half._prefaulter is not None:
-                half._prefaulter._thread.join()
+                half._prefaulter._thread.join(600.0)
 
     def close(self) -> None:
         self.view.close()

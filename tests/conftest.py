@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from omni_connector.runtime.turns import take_ended_threads
 from omni_connector.transports import choice
 from omni_connector.transports.mooncake.engine import TransferEngine
 
@@ -99,6 +100,13 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[besid
     """Schedules of the simulation that are told twice, which are on their way."""
     with beside.stories(tmp_path_factory.mktemp("stories")) as runs:
         yield runs
+
+
+@pytest.fixture(autouse=True)
+def ended_threads_are_told_once() -> Iterator[None]:
+    """What a test has had end is no failure of the engines of a later one."""
+    yield
+    take_ended_threads()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -29,7 +29,7 @@ from omni_connector.arena import populate
 from omni_connector.arena.available import available_bytes, spared_bytes
 from omni_connector.arena.huge_pages import HugePages, expected, explain, mapped_huge
 from omni_connector.arena.nodes import cores_of_nodes
-from omni_connector.runtime.turns import COPIES
+from omni_connector.runtime.turns import COPIES, TurnThread
 
 logger = logging.getLogger("vllm.omni_connector.worker")
 
@@ -159,10 +159,7 @@ class Prefaulter:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._whole = False
-        self._thread = threading.Thread(
-            target=self._run, name="omni-connector-prefault", daemon=True
-        )
-        self._thread.start()
+        self._thread = TurnThread("omni-connector-prefault", self._run)
 
     def touch(self, start: int, end: int) -> None:
         """Map bytes that are about to be written, now. Cheap if they are mapped already."""
@@ -288,11 +285,8 @@ class ReaderPrefaulter:
         self._steps = _Steps(mapped, MADV_POPULATE_READ)
         self._on_mapped = on_mapped
         self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name="omni-connector-prefault", daemon=True
-        )
         try:
-            self._thread.start()
+            self._thread = TurnThread("omni-connector-prefault", self._run)
         except BaseException:
             os.close(self._fd)
             del self._steps  # the thread object keeps `self` alive, and this the mapping

@@ -31,13 +31,14 @@ from omni_connector.arena.size import (
     ORDINARY_PART,
     USEFUL_CACHES,
 )
+from omni_connector.cli.readings import Reading, lost_threads
 from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings
 from omni_connector.errors import ConfigError, OmniError
 from omni_connector.net.keys import load_key
 from omni_connector.net.listener import local_address
 from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import runtime_dir
-from omni_connector.net.status import plain
+from omni_connector.net.status import label, plain
 from omni_connector.net.users import lacks_users
 from omni_connector.plugin import (
     CONNECTOR_NAME,
@@ -237,6 +238,16 @@ def _runtime_folder(config: OmniConfig) -> str:
     if lacks_users():
         remark = "; this user namespace lacks some users: engines outside it are refused"
     return f"{runtime_dir(config.namespace)}, private to this user{remark}"
+
+
+def _engines(config: OmniConfig) -> str:
+    reading = Reading.take(config.namespace)
+    silent = [each for each in reading.engines if reading.state(each) == "silent"]
+    wrong = lost_threads(reading.engines)
+    wrong += [f"{label(each.engine_id)} is silent, and its log may say why" for each in silent]
+    if wrong:
+        raise CheckFailedError("; ".join(wrong))
+    return f"{len(reading.engines)} in namespace {config.namespace}; none has lost a thread"
 
 
 def _shared_memory() -> str:
@@ -441,6 +452,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[], str]], ...]] = (
 CHECKS_OF_SETTINGS: Final[tuple[tuple[str, Callable[[OmniConfig], str]], ...]] = (
     ("settings", _settings),
     ("runtime folder", _runtime_folder),
+    ("engines", _engines),
     ("memory", _memory),
     ("huge pages", _huge_pages),
     ("store", _store),

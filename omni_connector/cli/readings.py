@@ -13,7 +13,7 @@ from typing import Final, Self
 
 from omni_connector.cli.namespaces import existing_folder
 from omni_connector.net.runtime import namespace_dir
-from omni_connector.net.status import SIGN_OF_LIFE_S, EngineStatus, Usage, plain, read
+from omni_connector.net.status import SIGN_OF_LIFE_S, EngineStatus, Usage, label, plain, read
 
 SILENT_S: Final = 3 * SIGN_OF_LIFE_S
 """Seconds without a written status after which a living process counts as silent: it is stopped,
@@ -55,6 +55,16 @@ def hit_rates(engines: Iterable[EngineStatus]) -> dict[str, float | None]:
     }
 
 
+def lost_threads(engines: Iterable[EngineStatus]) -> list[str]:
+    """A remark on each engine of which an exception has ended a thread."""
+    return [
+        f"{label(each.engine_id)} has lost threads ({', '.join(each.ended_threads)}), and its log "
+        "says why: restart it"
+        for each in engines
+        if each.ended_threads
+    ]
+
+
 @dataclass(frozen=True)
 class Reading:
     """The state of a namespace's engines at one moment.
@@ -64,7 +74,7 @@ class Reading:
         folder: its runtime folder.
         time: Unix time, in seconds.
         engines: the living engines, sorted by engine id.
-        remarks: the files that were skipped, and why.
+        remarks: the files that were skipped, and why; the engines that have lost threads.
     """
 
     namespace: str
@@ -89,7 +99,7 @@ class Reading:
             engines = []
             remarks = [plain(f"{folder} cannot be read: {error}")]
         engines.sort(key=lambda each: (each.engine_id, each.started))
-        return cls(namespace, folder, time.time(), engines, remarks)
+        return cls(namespace, folder, time.time(), engines, [*lost_threads(engines), *remarks])
 
     def state(self, engine: EngineStatus) -> str:
         """Return `live` or `silent`; see `SILENT_S`."""

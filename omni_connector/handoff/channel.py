@@ -334,7 +334,6 @@ class ControlChannel:
         return True
 
     def _serve(self, listener: int, router: Any) -> None:
-        assert self._server is not None
         for _ in range(256):  # then it is the other sockets' turn
             try:
                 if self._listener is not None and router is self._listener.router:
@@ -344,10 +343,13 @@ class ControlChannel:
             except zmq.Again:
                 return
             if len(frames) == 2:
-                connection = PeerConnection(listener, frames[0])
-                reply = self._server.receive(connection, frames[1])
-                if reply is not None:
-                    self._guarded(self._reply, connection, reply)
+                self._guarded(self._answer, PeerConnection(listener, frames[0]), frames[1])
+
+    def _answer(self, connection: PeerConnection, frame: bytes) -> None:
+        assert self._server is not None
+        reply = self._server.receive(connection, frame)
+        if reply is not None:
+            self._reply(connection, reply)
 
     def _reply(self, connection: PeerConnection, reply: Reply) -> None:
         # A peer that does not read its answers loses them, and its lease requests time out.

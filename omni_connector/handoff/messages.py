@@ -6,7 +6,7 @@ field is bounded, and only these types are decoded. `Handshake` has the protocol
 different versions do not talk.
 """
 
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,7 @@ from omni_connector.errors import ProtocolError
 from omni_connector.identity.epochs import WeightsName
 from omni_connector.kv.compatibility import MAX_GROUPS, MAX_RANKS, CompatibilityKey, Count, Text
 from omni_connector.net.packets import PACKAGE
+from omni_connector.net.status import plain
 from omni_connector.net.zeromq import MAX_MESSAGE_BYTES
 from omni_connector.transports.base import Endpoint
 
@@ -165,11 +166,21 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 Request = Handshake | LeaseRequest | Release
 Reply = HandshakeReply | Refused | LeaseGranted | LeaseDenied
 
+_KINDS: Final = {each.__struct_config__.tag for each in get_args(Request | Reply)}
+
+
+class _Tagged(msgspec.Struct):
+    """A message of any kind."""
+
+    type: str
+
+
 _T = TypeVar("_T")
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)
+_tag_decoder = msgspec.msgpack.Decoder(_Tagged)
 _key_decoder = msgspec.msgpack.Decoder(CompatibilityKey)
 
 
@@ -182,6 +193,15 @@ def decode_request(raw: bytes | memoryview) -> Request:
     """Decode a message of an asking peer, or raise `ProtocolError`."""
     request: Request = _decode(_request_decoder, raw)
     return request
+
+
+def unknown_kind(raw: bytes | memoryview) -> str:
+    """The kind of a message that only a newer version knows; "" for all others."""
+    try:
+        kind = _decode(_tag_decoder, raw).type
+    except ProtocolError:
+        return ""
+    return "" if kind in _KINDS else plain(kind[:100])
 
 
 def decode_reply(raw: bytes | memoryview) -> Reply:

@@ -26,6 +26,7 @@ from omni_connector.handoff.messages import (
     Reply,
     Request,
     decode_request,
+    unknown_kind,
 )
 from omni_connector.identity.epochs import WeightsName
 from omni_connector.kv.compatibility import CompatibilityKey
@@ -124,14 +125,15 @@ class ControlServer:
     def receive(self, connection: PeerConnection, frame: bytes) -> Reply | None:
         """Handle one frame; returns the answer to it, if there is one now.
 
-        A malformed frame is counted and not answered. A peer whose frame cannot be handled is
-        refused; other peers do not notice.
+        A malformed frame is counted and not answered. A peer whose message is of an unknown kind,
+        or cannot be handled, is refused; other peers do not notice.
         """
         try:
             message = decode_request(frame)
         except ProtocolError:
             self._count("malformed_message")
-            return None
+            kind = unknown_kind(frame)
+            return Refused("message", f"unknown to {PACKAGE}", kind) if kind else None
         try:
             return self._handle(connection, message)
         except Exception:  # noqa: BLE001 - it is logged, once

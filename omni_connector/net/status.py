@@ -38,6 +38,8 @@ from omni_connector.net.runtime import (
 )
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.metric_names import FAILURE, PEER
+from omni_connector.runtime.stats import THREAD_ENDED
+from omni_connector.runtime.turns import ended_threads
 
 logger = logging.getLogger("vllm.omni_connector.status")
 
@@ -153,6 +155,12 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     failures: _Counts = {}
     peers: _Counts = {}
     seconds: Annotated[dict[_Text, Durations], Meta(max_length=1024)] = {}
+
+    @property
+    def ended_threads(self) -> list[str]:
+        """The names of its threads that an exception has ended."""
+        ended = (kind for kind in self.failures if kind.startswith(THREAD_ENDED))
+        return sorted(kind.removeprefix(THREAD_ENDED) for kind in ended)
 
 
 def label(engine_id: str) -> str:
@@ -376,6 +384,7 @@ class StatusReport:
     def _status(self) -> EngineStatus:
         usage = self._usage()
         service = self._service()
+        ended = Counter(THREAD_ENDED + name for name in ended_threads())  # no step counted them yet
         with self._lock:
             return msgspec.structs.replace(
                 self._engine,
@@ -384,7 +393,7 @@ class StatusReport:
                 prompt_tokens=self._prompt_tokens,
                 cached_tokens=self._cached_tokens,
                 counts=dict(self._counts),
-                failures=dict(self._failures),
+                failures=dict(self._failures + ended),
                 peers=dict(self._peers),
                 seconds=dict(self._seconds),
             )

@@ -37,7 +37,7 @@ from omni_connector.net.forks import forget_in_child
 from omni_connector.net.packets import PACKAGE, Refusal, close_all, read_answer, receive
 from omni_connector.net.users import other_user
 from omni_connector.net.warnings import Warnings
-from omni_connector.runtime.turns import WOKEN, TurnThread
+from omni_connector.runtime.turns import WOKEN, StartTurns, TurnThread
 
 logger = logging.getLogger("vllm.omni_connector.net")
 
@@ -47,8 +47,9 @@ MAX_CONNECTIONS: Final = 512
 # Seconds between two tries to connect to a socket whose queue of connections is full.
 _RETRY_S: Final = 0.01
 
-# Pause in seconds when this process has no descriptor for a new connection.
-_NO_RESOURCES_S: Final = 0.05
+# Pause in seconds after a listening socket has failed, as it is ready again at once. Mostly, this
+# process has no descriptor for a new connection.
+_PAUSE_S: Final = 0.05
 
 # Longest wait of `close` for the thread, in seconds.
 _CLOSE_S: Final = 5.0
@@ -207,18 +208,22 @@ class Listener:
         answer: returns the answer, or None if there is none, and a descriptor to send with it,
             which is closed here. Called on the thread; must not block. It raises `ProtocolError`
             for what it refuses. What else it raises is logged, and the question refused.
+        start: starts the thread. No message ends it: the connection of a peer that cannot be served
+            is closed.
 
     Raises:
         TransportError: there are no more descriptors, or threads.
     """
 
     def __init__(
-        self, questions: Decoder[Any], answer: Callable[[Any], tuple[Struct | None, int | None]]
+        self,
+        questions: Decoder[Any],
+        answer: Callable[[Any], tuple[Struct | None, int | None]],
+        start: StartTurns = TurnThread,
     ) -> None:
         self._questions = questions
         self._answer = answer
         self._warnings = Warnings(logger)
-        self._ready: list[tuple[selectors.SelectorKey, int]] = []
         self._todo: deque[Callable[[], None]] = deque()
         self._sockets: dict[Path, tuple[socket.socket, tuple[int, int]]] = {}
         self._connections: set[socket.socket] = set()
@@ -233,9 +238,7 @@ class Listener:
                 for each in pair:
                     each.setblocking(False)
                 self._watch(self._wake_reader, lambda reader: reader.recv(4096))
-                self._thread = TurnThread(
-                    "omni-connector-shm", self._turn, sleep=self, end=self._end
-                )
+                self._thread = start("omni-connector-shm", self._turn, sleep=self, end=self._end)
             except (OSError, RuntimeError) as error:
                 raise TransportError(f"cannot answer peers: {reason(error)}") from error
             undo.pop_all()
@@ -303,7 +306,7 @@ class Listener:
 
     def wait(self, seconds: float) -> None:
         """The thread waits between its turns; see `Sleep`."""
-        self._ready = self._selector.select(None if seconds == WOKEN else seconds)
+        self._selector.select(None if seconds == WOKEN else seconds)
 
     def wake(self) -> None:
         """Make the thread take a turn; see `Sleep`."""
@@ -330,14 +333,25 @@ class Listener:
         self.wake()
 
     def _turn(self) -> float | None:
-        ready, self._ready = self._ready, []
-        for key, _ in ready:
+        for key, _ in self._selector.select(0):
             watched: socket.socket = key.fileobj  # type: ignore[assignment]
             if watched.fileno() >= 0:  # it may have been closed earlier in this round
-                key.data(watched)
+                self._guarded(key.data, watched)
         for _ in range(len(self._todo)):  # those added meanwhile are for the next round
-            self._todo.popleft()()
+            self._guarded(self._todo.popleft())
         return None if self._stopped.is_set() else WOKEN
+
+    def _guarded(self, call: Callable[..., object], *watched: socket.socket) -> None:
+        """Make a call that must not end the thread. If it raises, its connection is closed."""
+        try:
+            call(*watched)
+        except Exception:
+            logger.exception("A peer could not be served, and is hung up on; please report it")
+            for each in watched:
+                if each in self._connections:
+                    self._forget(each)
+                else:  # a socket that listens is ready again at once
+                    self._stopped.wait(_PAUSE_S)
 
     def _end(self) -> None:
         with self._lock:
@@ -351,10 +365,12 @@ class Listener:
         self._selector.register(watched, selectors.EVENT_READ, handle)
 
     def _forget(self, watched: socket.socket) -> None:
+        """Watch a socket no more, and close it. Idempotent."""
         self._connections.discard(watched)
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(watched)
-        watched.close()
+        if watched.fileno() >= 0:  # the selector knows no socket that was closed
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(watched)
+            watched.close()
 
     def _accept(self, listening: socket.socket) -> None:
         try:
@@ -365,7 +381,7 @@ class Listener:
             # There are no more descriptors, or no memory. The client stays in the backlog, so
             # without a pause this thread would spin.
             self._warnings.warn("Cannot accept a peer: %s", reason(error))
-            self._stopped.wait(_NO_RESOURCES_S)
+            self._stopped.wait(_PAUSE_S)
             return
         try:
             connection.setblocking(False)

@@ -106,7 +106,7 @@ class Pieces:
         return sum(part.nbytes for part in self.parts)
 
 
-class _Leaf(msgspec.Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
+class _Leaf(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor or array: how to read its bytes."""
 
     torch: bool

@@ -384,7 +384,7 @@ class ObjectServer:
         if self._closing:
             return None
         ready = self._poller.ready()
-        self._listener.attend(ready)
+        self._guarded(self._listener.attend, ready)
         if self._listener.router in ready:
             self._answer_some()
         self._passes += 1
@@ -396,28 +396,39 @@ class ObjectServer:
         self._poller.close()
 
     def _answer_some(self) -> None:
-        router = self._listener.router
         for _ in range(_AT_ONCE):
             try:
                 sender, *frames = self._listener.receive()
             except zmq.Again:
                 return
-            answer: Found | Missing | Refusal
-            try:
-                question = _decode(frames, QUESTIONS)
-            except ProtocolError as error:
-                # Without an answer an asker of another version would wait for its deadline.
-                self._warnings.warn("%s", error)
-                answer = Refusal(str(error)[:200], package=PACKAGE)
-            else:
-                if isinstance(question, Read):
-                    self._note(question)
-                    continue
-                answer = self._answer(question)
-            try:
-                router.send_multipart([sender, ENCODER.encode(answer)], zmq.NOBLOCK)
-            except zmq.ZMQError as error:  # the asker has gone, or takes no message
-                logger.debug("An answer about an object was not sent: %s", error)
+            self._guarded(self._answer_one, sender, frames)
+
+    def _answer_one(self, sender: bytes, frames: list[bytes]) -> None:
+        answer: Found | Missing | Refusal
+        # Without an answer an asker would wait for its deadline.
+        try:
+            question = _decode(frames, QUESTIONS)
+            if isinstance(question, Read):
+                self._note(question)
+                return
+            answer = self._answer(question)
+        except ProtocolError as error:
+            self._warnings.warn("%s", error)
+            answer = Refusal(str(error)[:200], package=PACKAGE)
+        except Exception:
+            logger.exception("A question about an object could not be answered; please report it")
+            answer = Refusal("the answer failed; the log there says why", package=PACKAGE)
+        try:
+            self._listener.router.send_multipart([sender, ENCODER.encode(answer)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # the asker has gone, or takes no message
+            logger.debug("An answer about an object was not sent: %s", error)
+
+    def _guarded(self, call: Callable[..., object], *args: Any) -> None:
+        """Make a call that must not end the thread."""
+        try:
+            call(*args)
+        except Exception:  # the other askers are answered all the same
+            logger.exception("An asker of objects could not be served; please report it")
 
 
 def _decode(frames: list[bytes], decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:

@@ -203,7 +203,7 @@ class StandIn:
             undo.callback(self._listener.close)
             self._listener.add(path)
             forget_in_child(self, StandIn._let_go)
-            self._thread = context.start("omni-restarts", self._turn)
+            self._thread = context.start("omni-restarts", self._turn, end=self._end)
             undo.pop_all()
 
     def close(self) -> None:
@@ -213,13 +213,14 @@ class StandIn:
         self._thread.join(_CLOSE_S)
 
     def _turn(self) -> float | None:
-        if self._closing or self._clock() >= self._until or self._memory_is_short():
-            # Those that have met it see the end of their connections: it is an orphan now.
-            self._listener.close()
-            self._let_go()
-            self._on_end()
-            return None
-        return _TURN_S
+        over = self._closing or self._clock() >= self._until or self._memory_is_short()
+        return None if over else _TURN_S
+
+    def _end(self) -> None:
+        # Those that have met it see the end of their connections: it is an orphan now.
+        self._listener.close()
+        self._let_go()
+        self._on_end()
 
     def _answer(self, question: Struct) -> tuple[Struct | None, int | None]:
         # On the listener's thread, which has ended when the descriptors are closed.

@@ -49,7 +49,7 @@ class CallThreads:
         self._idle = 0
 
     def start(self, call: Callable[[], _Result]) -> "Future[_Result]":
-        """Make a call on a thread; returns at once.
+        """Make a call on a thread; returns at once. Until it begins, it can be cancelled.
 
         Raises:
             TransportError: too many calls are under way, no thread can be started, or this is
@@ -90,6 +90,9 @@ class CallThreads:
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:
             future, call = item
+            if not future.set_running_or_notify_cancel():
+                self._rest()
+                continue
             try:
                 result = call()
             except BaseException as error:  # noqa: BLE001 - the future raises it

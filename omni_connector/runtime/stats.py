@@ -14,6 +14,9 @@ from omni_connector.errors import (
 UNREACHABLE: Final = "peer_unreachable"
 """Kind of failure: a peer does not answer, or its bytes do not come in time."""
 
+THREAD_ENDED: Final = "thread_ended:"
+"""Kind of failure: an exception has ended a thread, whose name follows."""
+
 LEASE_EXPIRED: Final = "lease_expired"
 """Kind of failure: the lease of a hand-off ended before its KV was loaded."""
 

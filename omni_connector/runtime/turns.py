@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol, Self
 
@@ -31,6 +32,14 @@ WATCH_S: Final = 1.0
 
 _WATCH_CLOSE_S: Final = 1.0
 """Longest wait of `Watch.close` for a look that runs, in seconds."""
+
+_MAX_NAMES: Final = 64
+"""Most threads whose end waits to be reported."""
+
+_ended: Final = deque[str]([], _MAX_NAMES)
+"""Names of the threads of this process that an exception has ended, until they are reported."""
+
+os.register_at_fork(after_in_child=_ended.clear)
 
 MakeLock = Callable[[], contextlib.AbstractContextManager[object]]
 """Makes a lock that threads of an engine share: `threading.Lock`, or the simulation's."""
@@ -65,7 +74,8 @@ class StartTurns(Protocol):
 
     Args:
         name: the thread's name.
-        turn: called until it returns None. If it raises, the error is logged and the thread ends.
+        turn: called until it returns None. If it raises, the error is logged, the thread ends, and
+            its engine reports that (see `ended_threads`).
         sleep: waits between turns; None for a plain wait that `wake` ends.
         cores: CPU cores that the thread may run on; None for those of the creating thread.
         end: called last on the thread, also after a turn has raised.
@@ -117,13 +127,26 @@ class TurnThread:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, self._cores)
         try:
-            while (seconds := self._turn()) is not None:
-                if seconds > 0:
-                    self._sleep.wait(seconds)
-        except Exception:
-            logger.exception("The thread %s failed and ends; please report it", self._thread.name)
-        finally:
-            self._end()
+            try:
+                while (seconds := self._turn()) is not None:
+                    if seconds > 0:
+                        self._sleep.wait(seconds)
+            finally:
+                self._end()
+        except BaseException:
+            name = self._thread.name
+            logger.exception("The thread %s failed and has ended; please report it", name)
+            _ended.append(name)
+
+
+def ended_threads() -> list[str]:
+    """Names of the threads of this process that an exception has ended, and that are not taken."""
+    return list(_ended.copy())
+
+
+def take_ended_threads() -> list[str]:
+    """The same, each name once. An engine counts them as failures."""
+    return [_ended.popleft() for _ in range(len(_ended))]
 
 
 class _Bell:

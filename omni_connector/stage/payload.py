@@ -39,7 +39,7 @@ _NAME: Final = re.compile(r"(key_cache|value_cache)_(.*)", flags=re.DOTALL)
 _NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
-class _Descriptor(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+class _Descriptor(msgspec.Struct, frozen=True, gc=False):
     n: str
     i: int | None = None
     d: str | None = None
@@ -49,7 +49,7 @@ class _Descriptor(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=T
     x: bool = False
 
 
-class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Header(msgspec.Struct, frozen=True):
     rid: str
     bids: list[int]
     meta: Any

@@ -22,7 +22,7 @@ MAX_ADDRESS_BYTES: Final = 1024
 """Longest address of an endpoint, in bytes; it bounds messages."""
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Where an exported arena is, as sent to peers.
 
     Attributes:

@@ -6,6 +6,7 @@ of the copies. So the network and the copies work at the same time, and a peer t
 delays only what needs it.
 """
 
+import logging
 import math
 import threading
 import time
@@ -22,6 +23,8 @@ from omni_connector.arena.format import PublishedSlots
 from omni_connector.errors import PeerRefusedError, SlotPendingError
 from omni_connector.runtime.turns import WOKEN, StartTurns, Turns, TurnThread
 from omni_connector.transports import RemoteArena
+
+logger = logging.getLogger("vllm.omni_connector.worker")
 
 THREADS_A_PEER: Final = 4
 """Most threads that fetch from one peer at a time, so that a slow peer leaves some to others."""
@@ -132,7 +135,7 @@ class PeerThreads:
         self._closed = False
 
     def submit(self, peer: str, call: Callable[[], None]) -> None:
-        """Have a thread make this call, which raises nothing."""
+        """Have a thread make this call. What it raises is logged."""
         with self._lock:
             self._calls.setdefault(peer, deque()).append(call)
             wanted = sum(self._running.values()) + sum(
@@ -170,6 +173,8 @@ class PeerThreads:
             self._running[peer] += 1
         try:
             call()
+        except Exception:  # the other calls are made all the same
+            logger.exception("A call to the peer at %s failed; please report it", peer)
         finally:
             with self._lock:
                 self._ended(peer)

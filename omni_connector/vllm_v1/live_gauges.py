@@ -10,6 +10,7 @@ next writing on.
 An engine core on another host has no file here. Its gauges are those of its last step.
 """
 
+import logging
 import threading
 import weakref
 from collections.abc import Collection, Mapping
@@ -21,6 +22,8 @@ import msgspec
 from omni_connector.errors import OmniError
 from omni_connector.net.runtime import namespace_dir
 from omni_connector.net.status import SIGN_OF_LIFE_S, EngineStatus, read_each, read_file
+
+logger = logging.getLogger("vllm.omni_connector.status")
 
 POLL_S: Final = 0.3
 """Seconds between two looks. With the engine's own delay the gauges are at most a second old."""
@@ -140,6 +143,10 @@ def _keep(reference: "weakref.ref[LiveGauges]", collected: threading.Event) -> N
         gauges: Any = reference()
         if gauges is None:
             return
-        found = gauges.look()
+        found = False
+        try:
+            found = gauges.look()
+        except Exception:
+            logger.exception("The gauges of idle engines could not be set; it is tried again")
         del gauges  # or nobody could collect it
         collected.wait(POLL_S if found else _SLOW_POLL_S)

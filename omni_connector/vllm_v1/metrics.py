@@ -21,6 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from omni_connector.config import OmniConfig
 from omni_connector.net.status import label
 from omni_connector.runtime.metric_names import COUNTERS, FAILURE, GAUGES, MISSED, PEER, SECONDS
+from omni_connector.runtime.stats import THREAD_ENDED
+from omni_connector.runtime.turns import take_ended_threads
 from omni_connector.vllm_v1.live_gauges import LiveGauges
 
 _SECONDS_BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5, 30]
@@ -51,6 +53,11 @@ class OmniStats(KVConnectorStats):
     def fail(self, kind: str, number: int = 1) -> None:
         """Count failures of this kind."""
         self.count(FAILURE + kind, number)
+
+    def fail_ended_threads(self) -> None:
+        """Count the threads of this process that an exception has ended since the last call."""
+        for name in take_ended_threads():
+            self.fail(THREAD_ENDED + name)
 
     def miss(self, cause: str, tokens: int) -> None:
         """Count tokens of prompts that are computed because no cache had them."""

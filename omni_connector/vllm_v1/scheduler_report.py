@@ -81,6 +81,7 @@ class SchedulerReport:
                     stats.count(event, number)
                 else:
                     stats.fail(event, number)
+        stats.fail_ended_threads()
         if self._directory is not None:
             self._set_gauges(self._directory)
         self._set_service()

@@ -574,6 +574,7 @@ class OmniWorker:
             logger.info(
                 "Reading the arena at %s by %s (%s)", choice.address, choice.transport, choice.why
             )
+        self._stats.fail_ended_threads()
         return self._stats.take()
 
     def close(self) -> None:

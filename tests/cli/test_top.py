@@ -17,13 +17,26 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from omni_connector.cli import doctor
 from omni_connector.cli import top as module
 from omni_connector.cli.main import main
 from omni_connector.cli.readings import SILENT_S, History, Reading, hit_rates
 from omni_connector.cli.top import document
 from omni_connector.cli.top_view import bar, screen
+from omni_connector.config import OmniConfig
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_dir
-from omni_connector.net.status import Durations, EngineStatus, StatusFile, Usage, label
+from omni_connector.net.status import (
+    SIGN_OF_LIFE_S,
+    Durations,
+    EngineStatus,
+    StatusFile,
+    StatusReport,
+    Usage,
+    label,
+)
+from omni_connector.runtime.context import EngineContext
+from omni_connector.runtime.turns import TurnThread, take_ended_threads
+from omni_connector.testing import FakeClock
 
 Make = Callable[..., StatusFile]
 ENGINE = EngineStatus(
@@ -221,6 +234,29 @@ def test_an_engine_that_writes_no_more_is_silent() -> None:
     assert reading.state(engine(written=1000.0 + SILENT_S - 1)) == "live"
     # It has written nothing since the clock was set back.
     assert reading.state(engine(written=2000.0)) == "silent"
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["idle", "after a step"])
+def test_an_engine_that_has_lost_a_thread_says_so(make: Make, steps: bool) -> None:
+    look = dict(doctor.CHECKS_OF_SETTINGS)["engines"]
+    clock = FakeClock()
+    report = StatusReport(make(), engine(), Usage, EngineContext(clock))
+    assert report.tick()
+    assert "lost" not in text(Reading.take("default"))
+    assert look(OmniConfig()) == "1 in namespace default; none has lost a thread"
+    TurnThread("omni-test", lambda: 1 / 0).join(60.0)
+    if steps:
+        stats = {f"failure:thread_ended:{name}": 1 for name in take_ended_threads()}
+        report.add({"counts": stats})
+    clock.advance(SIGN_OF_LIFE_S)
+    assert report.tick()
+    remark = "prefill has lost threads (omni-test), and its log says why: restart it"
+    reading = Reading.take("default")
+    assert reading.remarks == [remark]
+    assert remark in text(reading)
+    assert document(reading, History())["engines"][0]["failures"] == {"thread_ended:omni-test": 1}
+    with pytest.raises(doctor.CheckFailedError, match="has lost threads"):
+        look(OmniConfig())
 
 
 def test_the_bar_shows_each_state_that_there_is() -> None:

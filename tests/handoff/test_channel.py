@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_all
 from pathlib import Path
@@ -23,8 +24,7 @@ from omni_connector.errors import (
     ProtocolError,
     TransportError,
 )
-from omni_connector.handoff import channel as channel_module
-from omni_connector.handoff.channel import ControlChannel
+from omni_connector.handoff.channel import REST_S, TICK_S, ControlChannel
 from omni_connector.handoff.client import Lease, LeaseDeniedError, PeerSession
 from omni_connector.handoff.messages import (
     MAX_MESSAGE_BYTES,
@@ -37,6 +37,11 @@ from omni_connector.handoff.messages import (
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net import links as control_sockets
+from omni_connector.net.keys import ClusterKey
+from omni_connector.net.peers import HostPort
+from omni_connector.runtime.context import EngineContext
+from omni_connector.runtime.turns import Turn
+from omni_connector.testing import FakeClock
 from tests import inspection
 
 from .engine import LONG, PROMPT, Asker, StartEngine, ask, failure, start_peer
@@ -188,24 +193,47 @@ def test_many_requests_at_once_are_all_answered(start_engine: StartEngine, asker
     assert all(future.result().token == handoff.token for future in done)
 
 
-@pytest.mark.parametrize("rests", [True, False])
-def test_while_an_engine_rests_its_channel_wakes_less_often(
-    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, rests: bool
+class MadeByHand:
+    """A thread whose turns the test makes."""
+
+    def __init__(self, name: str, turn: Turn, *, end: Callable[[], object], **_: object) -> None:
+        self.turn = turn
+        self.end = end
+
+    def wake(self) -> None:
+        """Nobody waits."""
+
+    def join(self, timeout: float) -> None:
+        """The last turn."""
+        assert self.turn() is None
+        self.end()
+
+    def is_alive(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("rests", "port", "seconds"),
+    [(False, False, TICK_S), (True, False, REST_S), (True, True, TICK_S)],
+)
+def test_a_channel_rests_while_its_engine_does_unless_a_port_is_open(
+    start_engine: StartEngine, rests: bool, port: bool, seconds: float
 ) -> None:
-    monkeypatch.setattr(channel_module, "REST_S", LONG)
-    ticks = 0
-    again = threading.Event()
+    """A port has to be attended: its listener counts connections and bytes twice a second."""
+    threads: list[MadeByHand] = []
 
-    def tick() -> None:
-        nonlocal ticks
-        ticks += 1
-        if ticks == 2:
-            again.set()
+    def start(*args: Any, **options: Any) -> MadeByHand:
+        threads.append(MadeByHand(*args, **options))
+        return threads[-1]
 
-    engine = start_engine(on_tick=tick, rests=lambda: rests)
-    assert again.wait(2 * channel_module.TICK_S if rests else LONG) != rests
+    key = ClusterKey(*zmq.curve_keypair())
+    listens = {"listen_tcp": HostPort("127.0.0.1", 0), "key": key} if port else {}
+    context = EngineContext(FakeClock(), start)
+    engine = start_engine(rests=lambda: rests, context=context, **listens)
+    [thread] = threads
+    assert thread.turn() == seconds
     engine.channel.stir()
-    assert again.wait(LONG / 2)
+    assert thread.turn() == TICK_S
 
 
 def test_two_engines_ask_each_other(start_engine: StartEngine) -> None:
@@ -578,7 +606,7 @@ def test_a_folder_that_is_gone_is_an_error_at_start(
 def test_the_peer_that_was_idle_longest_makes_room(
     start_engine: StartEngine, asker: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel_module, "MAX_PEERS", 2)
+    monkeypatch.setattr("omni_connector.handoff.channel.MAX_PEERS", 2)
     engines = [start_engine(f"{n}.sock", epoch=bytes([n]) * 16) for n in range(3)]
     for engine in engines:
         lease = asker.request_lease(engine, engine.handoff()).result(LONG)

@@ -448,6 +448,15 @@ def test_malformed_frames_are_counted_and_ignored(frame: bytes, introduced: Serv
     assert isinstance(answer[0], LeaseGranted)
 
 
+def test_a_message_of_an_unknown_kind_is_refused_by_name(introduced: Served) -> None:
+    frame = msgspec.msgpack.encode({"type": "Prolong", "token": bytes(TOKEN_BYTES)})
+    refused = introduced.server.receive(ALICE, frame)
+    assert refused == Refused("message", f"unknown to {PACKAGE}", "Prolong")
+    assert introduced.counts == {"malformed_message": 1}
+    answer = introduced.say(ALICE, introduced.request_for(introduced.handoff()))
+    assert isinstance(answer[0], LeaseGranted)
+
+
 def test_a_peer_without_a_page_is_refused(served: Served, compatibility: CompatibilityKey) -> None:
     shape = msgspec.to_builtins(group_shape()) | {"pages": []}
     plain = msgspec.to_builtins(compatibility) | {"groups": [shape]}

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -439,6 +440,51 @@ def test_clients_beyond_the_limit_are_hung_up_on(
     assert kept[-1].alive
     for each in kept:
         each.close()
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [b"\x01", msgspec.msgpack.encode({"type": "ask", "name": b"d", "protocol": 9}), b"x" * 70_000],
+    ids=["undecodable", "other version", "too long"],
+)
+def test_a_client_whose_message_is_refused_and_that_has_hung_up_ends_nothing(
+    path: Path, listener: Listener, packet: bytes
+) -> None:
+    """The refusal finds nobody. What was forgotten with that is not forgotten again."""
+    connection = Connection(path, deadline())
+    assert connection.ask(Ask(b"d"), ANSWERS, deadline())[0] == Yes()
+    for _ in range(20):
+        with speak(path) as client:
+            client.send(packet)
+    listener.catch_up(SOON_S)
+    assert listener.alive
+    assert connection.ask(Ask(b"d"), ANSWERS, deadline())[0] == Yes()
+    connection.close()
+
+
+@pytest.mark.parametrize("fails", ["peer_uid", "receive", "_encoder"])
+def test_whatever_fails_for_a_client_hangs_up_on_that_one_alone(
+    path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """As if there were a mistake in the code."""
+    connection = Connection(path, deadline())
+    assert connection.ask(Ask(b"d"), ANSWERS, deadline())[0] == Yes()
+    others = threading.get_ident()
+    encodes = fails == "_encoder"
+    real = unix._encoder.encode if encodes else getattr(unix, fails)
+
+    def broken(*args: object, **named: object) -> object:
+        if threading.get_ident() == others:
+            return real(*args, **named)
+        raise LookupError("a mistake")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unix, fails, SimpleNamespace(encode=broken) if encodes else broken)
+        with pytest.raises(PeerUnreachableError):
+            Connection(path, deadline()).ask(Ask(b"d"), ANSWERS, deadline())
+    assert listener.alive
+    assert connection.ask(Ask(b"d"), ANSWERS, deadline())[0] == Yes()
+    connection.close()
 
 
 def test_client_that_never_reads_blocks_nobody(path: Path, listener: Listener) -> None:

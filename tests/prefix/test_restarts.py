@@ -104,9 +104,14 @@ class Service:
         context = EngineContext(self.clock, self._start)
         return stand_in(environ | {"LISTEN_PID": str(os.getpid())}, context)
 
-    def _start(self, name: str, turn: Turn, **_: object) -> Ended:
-        self.turns.append(turn)
-        return Ended(turn)
+    def _start(self, name: str, turn: Turn, *, end: Callable[[], object], **_: object) -> Ended:
+        def one() -> float | None:
+            if (seconds := turn()) is None:
+                end()
+            return seconds
+
+        self.turns.append(one)
+        return Ended(one)
 
     def pass_time(self, seconds: float) -> None:
         self.clock.advance(seconds)

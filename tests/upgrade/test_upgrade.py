@@ -112,6 +112,9 @@ READERS: dict[str, Callable[[bytes], object]] = {
     "status": _status,
 }
 
+# They are no messages with fields.
+BYTES = {"arena.superblock", "index.header", "object.manifest", "store.entry"}
+
 # It is an answer that says no, in whatever version.
 REFUSALS = {"shm.answer.refusal"}
 
@@ -157,6 +160,36 @@ def test_this_version_writes_what_its_fixtures_say() -> None:
     for name, make in wire.FILES.items():
         kept = (FIXTURES / __version__ / f"{name}.bin").read_bytes()
         assert kept == make(), f"{name}: see CONTRIBUTING.md, scripts/wire_fixtures.py"
+
+
+# Maps of a status whose keys are names of counters.
+_COUNTS = {"counts", "failures", "peers", "seconds"}
+
+
+def _newer(message: object) -> object:
+    """The same, with a field more in each map: those of a handshake's key and of endpoints, too."""
+    if isinstance(message, list):
+        return [_newer(each) for each in message]
+    if not isinstance(message, dict):
+        return message
+    fields = {k: each if k in _COUNTS else _newer(each) for k, each in message.items()}
+    return fields | {"a field of the next version": {"x": [1]}}
+
+
+def _read(name: str, raw: bytes) -> object:
+    found = _reader(name)(raw)
+    if isinstance(found, Handshake):
+        return found.decode_compatibility(), found.protocol, found.package
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(set(wire.FILES) - REFUSALS - BYTES - {"params.none"}))
+def test_fields_that_a_newer_version_has_added_are_left_out(name: str) -> None:
+    raw = wire.FILES[name]()
+    packs: Any = msgspec.json if raw.startswith(b"{") else msgspec.msgpack
+    newer = packs.encode(_newer(packs.decode(raw)))
+    assert len(newer) > len(raw)
+    assert _read(name, newer) == _read(name, raw)
 
 
 @pytest.mark.parametrize("name", sorted(set(wire.FILES) - REFUSALS - {"params.none"}))
