@@ -17,6 +17,7 @@ from tests.simulation.engines.engine import SimulatedEngine
 from tests.simulation.engines.settings import HANDOFF_TTL_S
 from tests.simulation.plan import Plan
 from tests.simulation.surroundings.babble import Liar, babble, path_of
+from tests.simulation.surroundings.listeners import LISTENS, ArenaListener
 from tests.simulation.surroundings.memory import SimulatedTransport
 from tests.simulation.surroundings.neighbours import LyingIndex
 from tests.simulation.surroundings.world import Violation
@@ -359,10 +360,25 @@ class Cluster(Clients):
         self.excuses = self.expected_errors = True
         self.refusals.happens(engine)
         self.world.tell(f"{thread} of {engine} ends")
+        if thread == LISTENS:
+            for listener in self._listeners(target):
+                listener.die()
         for turns in target.turns(thread):
             if thread == "omni-control":
                 self.deaf.add(engine)
             turns.die()
+
+    def hang_up(self, engine: str, number: int) -> None:
+        """Strangers ask for arenas of an engine, and are gone before they are answered."""
+        target = self.engines.get(engine)
+        draw = random.Random(number)
+        for name, (owner, _) in list(self.host.arenas.items()):
+            if target is not None and owner == target.owner and name in self.host.listeners:
+                self.host.listeners[name].hang_up(name, draw)
+
+    def _listeners(self, engine: SimulatedEngine) -> list[ArenaListener]:
+        listeners = self.host.listeners.values()
+        return list(dict.fromkeys(each for each in listeners if each.owner == engine.owner))
 
     def babble(self, engine: str, number: int) -> None:
         """A stranger sends a serving engine messages that decode, with any content."""

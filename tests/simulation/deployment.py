@@ -181,6 +181,7 @@ class Deployment:
             engine.shutdown()
         self.net.kill(STRANGER)
         self.shelf.close()
+        self.host.close()
 
     def _start(self, name: str) -> None:
         owner = f"{name}.{next(self._incarnations)}"

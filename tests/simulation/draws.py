@@ -24,6 +24,7 @@ from tests.simulation.inputs import varied
 from tests.simulation.operators import operated
 from tests.simulation.plan import Event, Plan, blocks_of, groups_of
 from tests.simulation.scenes import busy, filed, hosted, interrupted, sized, staged
+from tests.simulation.surroundings.listeners import hung_up_on
 from tests.simulation.trainers import trained
 
 _FAMILIES: Final = (
@@ -83,6 +84,7 @@ def plan_of(seed: int) -> Plan:
     plan = operated(plan, random.Random(f"operators {seed}"))
     plan = trained(plan, random.Random(f"trainers {seed}"))
     plan = selective(plan, random.Random(f"refuses {seed}"))
+    plan = hung_up_on(plan, random.Random(f"listeners {seed}"))
     return interrupted(plan, random.Random(f"locks {seed}"))
 
 

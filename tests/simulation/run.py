@@ -144,6 +144,7 @@ def told(plan: Plan) -> tuple[Failure | None, tuple[str, ...]]:
                     cluster.host.kill(name)
                 for owner in [*cluster.host.views, *cluster.host.neighbourhood.homes]:
                     cluster.host.kill(owner)
+                cluster.host.close()
     return failure, _story(cluster) if failure is None else failure.story
 
 

@@ -160,6 +160,20 @@ MENDED: Final = (
         ),
     ),
     mutant(
+        "a message ends a listener",
+        "a peer that hangs up before it is refused is forgotten twice, which raises",
+        (
+            "omni_connector.net.unix",
+            "        if watched.fileno() >= 0:  # the selector knows no socket that was closed\n",
+            "        if True:\n",
+        ),
+        (
+            "omni_connector.net.unix",
+            "            call(*watched)\n        except Exception:\n",
+            "            call(*watched)\n        except StopAsyncIteration:\n",
+        ),
+    ),
+    mutant(
         "defect 4: a job ends its thread",
         "what a load raises ends the thread of all loads",
         (

@@ -3,6 +3,7 @@
 file for `omni-connector top`, which stays unwritten."""
 
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
@@ -14,13 +15,15 @@ from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena, ArenaView
 from omni_connector.arena.pinning import Pins
-from omni_connector.errors import PeerUnreachableError, TransportError
+from omni_connector.errors import PeerUnreachableError, ProtocolError, TransportError
 from omni_connector.net.orders import Orders
 from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.net.status import StatusFile
 from omni_connector.prefix.attaching import Arenas, AskAttached, Attached
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.transports.base import ArenaInPlace, ArenaTransport, Endpoint, RemoteArena
+from omni_connector.transports.shm import Attach, AttachReply
+from tests.simulation.surroundings.listeners import ArenaListener
 from tests.simulation.surroundings.neighbours import Neighbourhood
 from tests.simulation.surroundings.world import Violation, World
 
@@ -36,6 +39,7 @@ class Host:
         garbled: how often a fetch brings other bytes.
         lied: whether a peer may have named a reader's own arena as its own.
         views: mappings that readers have, by reader.
+        listeners: at which an arena is asked for, by its address; strangers' arenas have none.
         ranks: what answers the scheduler half, by engine and rank.
         neighbourhood: the engines that share their prefixes.
     """
@@ -52,6 +56,8 @@ class Host:
         self.arenas: dict[str, tuple[str, Arena]] = {}
         self.handed_on: dict[str, tuple[str, View]] = {}
         self.views: dict[str, list[View]] = {}
+        self.listeners: dict[str, ArenaListener] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.ranks: dict[tuple[str, int], RankAnswers] = {}
 
     def kill(self, owner: str) -> None:
@@ -60,6 +66,8 @@ class Host:
             if name == owner:
                 del self.arenas[address]
                 arena.close()
+                if (listener := self.listeners.pop(address, None)) is not None:
+                    listener.close()
         for address in [each for each, (name, _) in self.handed_on.items() if name == owner]:
             del self.handed_on[address]
         for view in list(self.views.get(owner, ())):
@@ -68,6 +76,18 @@ class Host:
             del self.ranks[key]
         self.neighbourhood.kill(owner)
         self.silent.discard(owner)
+
+    @property
+    def folder(self) -> Path:
+        """Where sockets are, private to this user."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="oc-", dir="/tmp")
+        return Path(self._folder.name)
+
+    def close(self) -> None:
+        """Remove the folder of the sockets."""
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def found(self, address: str) -> "tuple[str, Arena | View] | None":
         """The owner of what can be attached at an address, and that."""
@@ -205,7 +225,10 @@ class View(ArenaInPlace):
 
     @property
     def alive(self) -> bool:
-        found = self._host.found(self.endpoint.address)
+        address = self.endpoint.address
+        found, listener = self._host.found(address), self._host.listeners.get(address)
+        if listener is not None and not listener.is_alive():  # it has hung up on all
+            return False
         return found is not None and found[1].epoch == self.endpoint.epoch
 
     def read_into(self, slot_ids: Sequence[int], dst: NDArray[np.uint8]) -> None:
@@ -246,15 +269,27 @@ class SimulatedTransport(ArenaTransport):
         self._host = host
         self._owner = owner
         self._exported: set[str] = set()  # addresses
+        self._listener: ArenaListener | None = None
 
     @property
     def supports_mapping(self) -> bool:
         return self._host.mapped
 
     def export(self, arena: Arena, name: str) -> Endpoint:
-        self._host.arenas[name] = (self._owner, arena)
+        host = self._host
+        if self._listener is None:
+            self._listener = ArenaListener(host.world, self._owner, host.folder, self._give)
+        self._listener.add(name)
+        host.listeners[name] = self._listener
+        host.arenas[name] = (self._owner, arena)
         self._exported.add(name)
         return Endpoint.of(arena, self.transport, name)
+
+    def _give(self, question: Attach) -> tuple[AttachReply | None, int | None]:
+        for _, arena in self._host.arenas.values():
+            if arena.epoch == question.epoch:
+                return AttachReply(arena.epoch, arena.n_slots, arena.slot_bytes), os.dup(arena.fd)
+        raise ProtocolError("there is no such arena here")
 
     def hand_on(self, arena: RemoteArena) -> Endpoint | None:
         assert isinstance(arena, View)
@@ -264,6 +299,8 @@ class SimulatedTransport(ArenaTransport):
 
     def withdraw(self, endpoint: Endpoint) -> None:
         self._host.arenas.pop(endpoint.address, None)
+        if (listener := self._host.listeners.pop(endpoint.address, None)) is not None:
+            listener.remove(endpoint.address)
         self._host.handed_on.pop(endpoint.address, None)
 
     def attach(self, endpoint: Endpoint, *, timeout: float) -> RemoteArena:
@@ -277,7 +314,11 @@ class SimulatedTransport(ArenaTransport):
             raise PeerUnreachableError(f"{owner} does not answer")
         if arena is None or arena.epoch != endpoint.epoch or world.chance(host.failing):
             raise PeerUnreachableError(f"nobody has the arena at {endpoint.address}")
-        descriptor = os.dup(arena.fd)
+        listener = host.listeners.get(endpoint.address)
+        if listener is None:
+            descriptor = os.dup(arena.fd)
+        else:
+            descriptor = listener.attach(endpoint.address, endpoint.epoch)
         try:
             view = ArenaView.open(
                 descriptor,
@@ -291,9 +332,12 @@ class SimulatedTransport(ArenaTransport):
         return View(host, self._owner, endpoint, view, descriptor)
 
     def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
         for address, (owner, _) in list(self._host.arenas.items()):
             if owner == self._owner:
                 del self._host.arenas[address]
+                self._host.listeners.pop(address, None)
         for address, (owner, _) in list(self._host.handed_on.items()):
             if owner == self._owner:
                 del self._host.handed_on[address]
