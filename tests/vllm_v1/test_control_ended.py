@@ -34,6 +34,7 @@ def test_handoffs_are_refused_at_once(engine, tokens, log):
     assert prefill.answers[late].params["omni_no_handoff"] == "control_ended"
     assert prefill.answers[late].tokens == tokens(PROMPT, 1)
     assert prefill.failures()["control_ended"] == 1
+    assert prefill.failures()["thread_ended:omni-control"] == 1
 
 
 def test_leases_end_without_it(engine):
@@ -56,4 +57,4 @@ def test_a_decode_engine_computes_its_prompts(engine, tokens):
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     end_control(decode)
     assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
-    assert decode.failures() == {"peer_unreachable": 1}
+    assert decode.failures() == {"peer_unreachable": 1, "thread_ended:omni-control": 1}
