@@ -64,6 +64,24 @@ class CopiesOfRanks(Protocol):
         """Ask no more. Idempotent."""
 
 
+class OwnCopies:
+    """Says which copies of the only rank have ended, which is in the process of its scheduler half.
+
+    Args:
+        ended: of these copy jobs, returns the ended ones.
+    """
+
+    def __init__(self, ended: Callable[[Collection[int]], Collection[int]]) -> None:
+        self._ended = ended
+
+    def ended(self, job_ids: Collection[int]) -> set[int]:
+        """See `CopiesOfRanks`."""
+        return set(self._ended(job_ids))
+
+    def close(self) -> None:
+        """See `CopiesOfRanks`."""
+
+
 class RankCopies:
     """Asks the ranks of an engine which of their copies have ended; closed by its user.
 

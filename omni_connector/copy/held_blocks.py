@@ -31,9 +31,6 @@ Block = tuple[int, int]
 CANCELLED: Final = "cancelled"
 """How a job ends that was told to stop."""
 
-Ended = tuple[Mapping[int, int], Mapping[int, str]]
-"""What `CopyLedger.report` takes."""
-
 SETTLE_S: Final = 0.5
 """Longest wait, in seconds, for jobs that block a reset of vLLM's prefix cache."""
 
@@ -234,18 +231,6 @@ class CopyLedger:
         # In this order, so that vLLM evicts the end of a prefix before its beginning.
         self._pool.free_blocks([self._pool.blocks[each] for each in reversed(block_ids)])
 
-    def settle(self, look: Callable[[], Ended | None]) -> None:
-        """Wait `SETTLE_S` seconds at most until all jobs have ended.
-
-        Args:
-            look: reports jobs that have ended since; None if there is nothing to wait for.
-        """
-        deadline = self._clock() + SETTLE_S
-        while self._jobs and self._clock() < deadline and (ended := look()) is not None:
-            self.report(*ended)
-            if not ended[0]:
-                time.sleep(_LOOK_S)
-
     @property
     def holds_alone(self) -> bool:
         """Whether jobs hold blocks, and nothing else holds any."""
@@ -258,7 +243,7 @@ class CopyLedger:
             and all(blocks[each].ref_cnt == count for each, count in held.items())
         )
 
-    def settle_blocks(self, ended: Callable[[Collection[int]], Collection[int] | None]) -> None:
+    def settle(self, ended: Callable[[Collection[int]], Collection[int] | None]) -> None:
         """Wait `SETTLE_S` seconds at most until no job touches its blocks, and let go of them. The
         jobs end later, with the reports of the workers.
 

@@ -9,7 +9,7 @@ happens to the request; then vLLM may free them. So no copy is made twice.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -308,12 +308,22 @@ class HandoffSender:
             self._tried = None
         self._abandon(send)
 
-    def loads_failed(self, block_ids: set[int]) -> None:
-        """A connector beside this one has failed to load these KV blocks, and vLLM computes them
-        anew. Copies of them, and of what was computed upon them, must not be handed off, nor may
-        hand-offs of the same prompt that share the slots."""
-        for send in self.admitted.values():
-            if send.refusal is None and not send.block_ids.isdisjoint(block_ids):
+    @property
+    def requests(self) -> list[EngineRequest]:
+        """The requests that have slots."""
+        return [send.request for send in self.admitted.values()]
+
+    def blocks_void(self, block_ids: set[int], spoiled: Container[str]) -> None:
+        """These KV blocks hold what no model has computed, and vLLM computes them anew. Copies of
+        them must not be handed off, nor may hand-offs of the same prompt that share the slots.
+
+        Args:
+            spoiled: requests that go on with some of them.
+        """
+        for request_id, send in self.admitted.items():
+            if send.refusal is None and (
+                request_id in spoiled or not send.block_ids.isdisjoint(block_ids)
+            ):
                 self._refuse(send, "load_failed", "a load of another connector has failed")
         for job_id, send in self._copying.items():
             if send.block_ids.isdisjoint(block_ids):

@@ -8,7 +8,7 @@ computed from. So only blocks that a hint asks for wait then, and others are dro
 """
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -23,6 +23,7 @@ from omni_connector.copy.held_blocks import (
     CANCELLED,
     CopyLedger,
     CopyWork,
+    End,
     EngineBlock,
 )
 from omni_connector.copy.prefix_jobs import KeepSpec, StoreSaveSpec
@@ -214,6 +215,8 @@ class PrefixSaves:
         self._stats = context.stats
         self._changes = changes
         self.num_held = 0
+        # The jobs under way, and whether what they copy is what their blocks are named after.
+        self._under_way: dict[int, bool] = {}
         self.queued: dict[int, TransferSpec] = {}
         self.waiting: deque[Candidate | SharedPrompt] = deque()
         # For `Candidate.prompt`, so that waiting blocks of different prompts differ.
@@ -659,15 +662,28 @@ class PrefixSaves:
 
         They may have had the same hashes before, and may be entered here with them.
         """
-        loaded = [
-            {each.block_id for each in blocks[whose][first // shape.block_size :]}
-            for shape, whose in zip(self._groups, self._group_ids, strict=True)
-        ]
+        self._leave_out(
+            {
+                each.block_id
+                for shape, whose in zip(self._groups, self._group_ids, strict=True)
+                for each in blocks[whose][first // shape.block_size :]
+            }
+        )
+
+    def blocks_void(self, block_ids: Set[int]) -> None:
+        """These KV blocks hold what no model has computed: keep and store none of them."""
+        self._leave_out(block_ids)
+        for job_id in self._under_way:
+            if not block_ids.isdisjoint(self._ledger.blocks_of([job_id])):
+                self._under_way[job_id] = False  # it may end before it can be stopped
+                self._ledger.revoke([job_id])
+
+    def _leave_out(self, block_ids: Set[int]) -> None:
+        """Keep none of these blocks of those that have filled."""
         for run in self._filled:
-            ids = loaded[run.group]
-            run.block_ids[:] = [NULL_BLOCK_ID if i in ids else i for i in run.block_ids]
+            run.block_ids[:] = [NULL_BLOCK_ID if i in block_ids else i for i in run.block_ids]
         for place, each in enumerate(self.waiting):
-            if isinstance(each, Candidate) and each.block_id in loaded[each.group]:
+            if isinstance(each, Candidate) and each.block_id in block_ids:
                 self.waiting[place] = replace(each, block_id=NULL_BLOCK_ID)
 
     def _there(self, group: int, blocks: FilledBlocks) -> NDArray[np.bool_]:
@@ -723,19 +739,31 @@ class PrefixSaves:
         """Start a job that copies blocks to the arena; see `_keep`."""
         # A block that is divided has several slots.
         number = len(set(spec.blocks.held)) if host.divides else len(spec.slots)
-        self.num_held += number
 
         def end(failure: str | None) -> None:
-            self.num_held -= number
             host.kept(job_id, failure)
             if failure is None and counted_as is not None:
                 self._stats.count(counted_as)
             if failure not in (None, CANCELLED):
                 self._stats.fail(failure)
 
-        job_id = self._ledger.start(spec.blocks, end, soon=_COPY_S)
+        job_id = self._begin(saves, spec, number, end)
         host.keeping[job_id] = spec
+
+    def _begin(
+        self, saves: dict[int, TransferSpec], spec: TransferSpec, number: int, end: End
+    ) -> int:
+        """Start a job that copies so many blocks, enter it into `saves`, and return its number."""
+        self.num_held += number
+
+        def ended(failure: str | None) -> None:
+            self.num_held -= number
+            end(failure if self._under_way.pop(job_id) else CANCELLED)
+
+        job_id = self._ledger.start(spec.blocks, ended, soon=_COPY_S)
+        self._under_way[job_id] = True
         saves[job_id] = spec
+        return job_id
 
     def _fill(
         self, prompt: SharedPrompt, computed: int, blocks_of: BlocksOf, in_place: int
@@ -894,14 +922,12 @@ class PrefixSaves:
         counted_as: str | None = None,
     ) -> None:
         """Start a job that stores so many blocks, and enter it into `saves`; see `_keep`."""
-        self.num_held += number
 
-        def ended(failure: str | None) -> None:
-            self.num_held -= number
+        def end(failure: str | None) -> None:
             if failure is None and counted_as is not None:
                 self._stats.count(counted_as)
 
-        saves[self._ledger.start(spec.blocks, ended, soon=_COPY_S)] = spec
+        self._begin(saves, spec, number, end)
 
     def _stored(
         self,

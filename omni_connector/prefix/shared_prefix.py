@@ -17,7 +17,7 @@ Blocks are copied when they have filled, and held until the copy has ended (see 
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
 from typing import Any, Final
 
@@ -434,6 +434,21 @@ class SharedPrefix:
         prompt = self._prompts.get(request_id)
         if prompt is not None:
             prompt.sent = [_NEVER] * len(self._groups)
+
+    @property
+    def requests(self) -> list[EngineRequest]:
+        """The requests whose prompts are looked up or kept."""
+        return [prompt.request for prompt in self._prompts.values()]
+
+    def blocks_void(self, block_ids: Set[int], spoiled: Iterable[str]) -> None:
+        """These KV blocks hold what no model has computed, and vLLM computes them anew.
+
+        Args:
+            spoiled: requests that go on with some of them.
+        """
+        for request_id in spoiled:
+            self.keep_nothing(request_id)
+        self.saves.blocks_void(block_ids)
 
     def clear(self) -> None:
         """Forget all blocks in the own arena, whatever the weights are."""

@@ -30,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 from vllm.logger import init_logger  # noqa: E402
 
 from omni_connector.config import OmniConfig  # noqa: E402
+from omni_connector.copy.ended import CopiesOfRanks, OwnCopies  # noqa: E402
 from omni_connector.copy.held_blocks import SETTLE_S  # noqa: E402
 from omni_connector.vllm_v1.assembly import make_scheduler, make_worker  # noqa: E402
 from omni_connector.vllm_v1.compat import (  # noqa: E402
@@ -188,14 +189,14 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
             # It does nothing while copies hold blocks, and no step comes meanwhile in which the
             # scheduler half would hear of their end.
             worker = get_kv_transfer_group() if has_kv_transfer_group() else None
-            if self._scheduler_half is None:
-                pass
-            elif isinstance(worker, OmniKVConnector):
-                self._scheduler_half.settle(worker._worker.saves_ended)
-            else:
-                ranks = ranks_of(self._config, self._vllm_config)
-                asks = partial(self._surroundings().rank_copies, *ranks, SETTLE_S)
-                self._scheduler_half.settle_ranks(asks)
+            if self._scheduler_half is not None:
+                copies: Callable[[], CopiesOfRanks]
+                if isinstance(worker, OmniKVConnector):
+                    copies = partial(OwnCopies, worker._worker.ended)
+                else:
+                    ranks = ranks_of(self._config, self._vllm_config)
+                    copies = partial(self._surroundings().rank_copies, *ranks, SETTLE_S)
+                self._scheduler_half.settle(copies)
             done = reset()
             if done and self._scheduler_half is not None:
                 self._scheduler_half.tell_of_reset()

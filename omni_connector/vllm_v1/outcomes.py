@@ -60,11 +60,6 @@ class JobOutcomes:
             else:
                 self._failed_loads.add(spec.request_id)
 
-    @property
-    def has_loads(self) -> bool:
-        """Whether loads are under way, or have ended since the last `take_finished_loads`."""
-        return bool(self._loads_left or self._finished_loads)
-
     def take_finished_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ended, and those of them that failed as a whole."""
         if not self._finished_loads:

@@ -15,7 +15,7 @@ import msgspec
 from vllm.logger import init_logger
 
 from omni_connector.copy.ended import CopiesOfRanks
-from omni_connector.copy.held_blocks import CopyLedger, Ended
+from omni_connector.copy.held_blocks import CopyLedger, EngineRequest
 from omni_connector.errors import OmniError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.leases import SlotDirectory
@@ -41,6 +41,7 @@ from omni_connector.handoff.truncation import (
 from omni_connector.identity.adapters import AdapterContents
 from omni_connector.identity.epochs import RankWeights, WeightsEpoch
 from omni_connector.identity.full_digest import WeightFilesDigest
+from omni_connector.kv.spans import NULL_BLOCK_ID
 from omni_connector.net.warnings import Warnings
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.runtime.context import EngineContext
@@ -193,6 +194,9 @@ class OmniScheduler:
         # one there in any case, for its logits.
         self._tokens_left = max(1, self._tokens_ahead)
         self._state_block = state_block_size(kv_cache_config)
+        # Of vLLM's groups; with context parallelism a block has more.
+        groups = kv_cache_config.kv_cache_groups
+        self._block_tokens = [each.kv_cache_spec.block_size for each in groups]
         self._transferred = tuple(kv_cache_config.transfer_group_ids)
         uncached = uncached_groups(kv_cache_config)
         self._cached = tuple(each for each in self._transferred if each not in uncached)
@@ -299,6 +303,38 @@ class OmniScheduler:
             self._receiver.void()
         if self._shared is not None:
             self._shared.void()
+
+    def _blocks_void(self, block_ids: Collection[int]) -> None:
+        """A connector beside this one has failed to load these KV blocks. They hold what no model
+        has computed, and so does what was computed upon them.
+
+        vLLM has one of their requests compute them anew. Other requests that have them go on
+        meanwhile, and new ones would find them (vLLM #49250).
+        """
+        requests: list[EngineRequest] = []
+        if self._sender is not None:
+            requests += self._sender.requests
+        if self._shared is not None:
+            requests += self._shared.requests
+        # A request that has ended has left them in vLLM's own cache.
+        void = {each for each in block_ids if each < len(self._manager.block_pool.blocks)}
+        spoiled: set[str] = set()
+        for request in requests:
+            tables = self._blocks_of(request.request_id)
+            for table, tokens in zip(tables, self._block_tokens, strict=True):
+                ids = [each.block_id for each in table]
+                first = next((i for i, each in enumerate(ids) if each in block_ids), None)
+                if first is None:
+                    continue
+                void.update(ids[first:])
+                if request.num_computed_tokens > first * tokens:  # another one computes them
+                    spoiled.add(request.request_id)
+        void.discard(NULL_BLOCK_ID)
+        self._manager.evict_blocks(void)
+        if self._sender is not None:
+            self._sender.blocks_void(void, spoiled)
+        if self._shared is not None:
+            self._shared.blocks_void(void, spoiled)
 
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived: ask for its KV elsewhere, or prepare to hand it off."""
@@ -655,11 +691,12 @@ class OmniScheduler:
         if (counted := take_worker_stats(output)) is not None:
             self._report.workers(counted)
         report = output.kv_connector_worker_meta
-        if output.invalid_block_ids and self._sender is not None:
+        if output.invalid_block_ids:
             # Of our own loads nothing was copied, as a request that waits for one computes nothing.
             failed = report.failed if isinstance(report, OmniWorkerMetadata) else ()
             own = self._ledger.blocks_of(failed)
-            self._sender.loads_failed(output.invalid_block_ids - own)
+            if others := output.invalid_block_ids - own:
+                self._blocks_void(others)
         if not isinstance(report, OmniWorkerMetadata):
             return
         self._follow_weights()
@@ -763,13 +800,9 @@ class OmniScheduler:
         """Whether vLLM has to go on stepping although it has nothing to compute."""
         return self.copying() or self._serving.stays()
 
-    def settle(self, look: Callable[[], Ended | None]) -> None:
-        """See `CopyLedger.settle`."""
-        self._ledger.settle(look)
-
-    def settle_ranks(self, copies: Callable[[], CopiesOfRanks]) -> None:
+    def settle(self, copies: Callable[[], CopiesOfRanks]) -> None:
         """Wait until no copy of any rank touches KV blocks any more, where that alone blocks a
-        reset; see `CopyLedger.settle_blocks`.
+        reset; see `CopyLedger.settle`.
 
         Args:
             copies: makes what asks the ranks.
@@ -786,7 +819,7 @@ class OmniScheduler:
             )
             return
         try:
-            self._ledger.settle_blocks(ranks.ended)
+            self._ledger.settle(ranks.ended)
         finally:
             ranks.close()
 

@@ -21,7 +21,6 @@ from omni_connector.config import OmniConfig
 from omni_connector.copy.copier import BlockCopier
 from omni_connector.copy.cuda import pci_address
 from omni_connector.copy.ended import ended_copies
-from omni_connector.copy.held_blocks import Ended
 from omni_connector.copy.jobs import LoadSpec, Saver, SaveSpec
 from omni_connector.copy.layered import Forward, LayerRanges, TracedCopier
 from omni_connector.copy.loading import Loader
@@ -548,14 +547,6 @@ class OmniWorker:
         last_started = self._last_started  # before the threads are asked
         under_way = set().union(*(thread.under_way() for thread in self._copy_threads))
         return [each for each in job_ids if each <= last_started and each not in under_way]
-
-    def saves_ended(self) -> Ended | None:
-        """The jobs that have ended; None while there are loads, whose ends go with a step."""
-        if self._outcomes.has_loads:
-            return None
-        self.collect()
-        report = self.take_report()
-        return ({}, {}) if report is None else (report.done, report.failed)
 
     def take_report(self) -> OmniWorkerMetadata | None:
         """What the scheduler half must know of; None when there is nothing."""

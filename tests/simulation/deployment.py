@@ -192,12 +192,14 @@ class Deployment:
         IS_LATE.pop(name, None)
         if shape.late_reports:
             IS_LATE[name] = functools.partial(self._is_late, name, owner, shape.late_reports)
+        spoils = bool(self.plan.trouble.get("other_spoils"))
         OTHER_OF[name] = OtherSettings(
             world=self.world,
             runner=lambda: engine.runner,
             often=int(self.plan.trouble.get("other_often", 50)),
-            later=shape.overlap or bool(self.plan.trouble.get("other_later")),
+            later=(shape.overlap and not spoils) or bool(self.plan.trouble.get("other_later")),
             failing=self.plan.trouble.get("other_fails", 0.0),
+            spoils=spoils,
         )
         try:
             engine = SimulatedEngine(

@@ -691,8 +691,12 @@ def _beside(plan: Plan, draw: random.Random) -> Plan:
     if fails and "other_later" not in trouble:
         # Where a load fails within the step, vLLM leaves wrong blocks in its own prefix cache:
         # those that other requests have filled behind the failed ones, and those of a request that
-        # is aborted in that step. So they come one by one and stay, or nothing is cached.
-        if any(each.shares for each in engines) and draw.random() < 0.5:
+        # is aborted in that step. Its own answers are not judged then; or they come one by one and
+        # stay, or nothing is cached.
+        share = any(each.shares for each in engines)
+        if share and draw.random() < 0.5:
+            trouble["other_spoils"] = 1.0
+        elif share and draw.random() < 0.5:
             engines = tuple(replace(each, seqs=1) for each in engines)
             plan = replace(plan, events=_numbered(_without_aborts(plan.events)))
         else:

@@ -336,7 +336,7 @@ class InProcessEngine:
         hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
         self.hasher = get_request_block_hasher(hash_block_size, hash_fn)
-        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.flying: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._overlap = self.config.max_concurrent_batches
         self.all_free = self.free_blocks
         self.instant_copies = instant_copies
@@ -482,14 +482,14 @@ class InProcessEngine:
         """One turn of the engine's loop; False when there was nothing to do."""
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
-            self._in_flight.append((scheduled, self.execute(scheduled)))
-            if len(self._in_flight) < self._overlap and (
+            self.flying.append((scheduled, self.execute(scheduled)))
+            if len(self.flying) < self._overlap and (
                 scheduled.total_num_scheduled_tokens > 0 or self.scheduler.has_requests()
             ):
                 return True
-        elif not self._in_flight:
+        elif not self.flying:
             return False
-        scheduled, output = self._in_flight.popleft()
+        scheduled, output = self.flying.popleft()
         for engine_output in self.scheduler.update_from_output(scheduled, output).values():
             for out in engine_output.outputs:
                 answer = self.answers[out.request_id]
@@ -511,7 +511,7 @@ class InProcessEngine:
 
     def settle(self) -> None:
         """Step until there is nothing left to do."""
-        self.run(lambda: not self.scheduler.has_requests() and not self._in_flight)
+        self.run(lambda: not self.scheduler.has_requests() and not self.flying)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """The worker's part of a step."""

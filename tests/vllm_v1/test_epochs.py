@@ -287,8 +287,29 @@ def test_an_engine_in_its_callers_process_needs_no_step_for_a_reset(
     prefill.run(lambda: prefill.done(request_id))
     assert prefill.half.copying()
     assert prefill.scheduler.reset_prefix_cache() == one_process
-    assert prefill.half.copying() != one_process
     prefill.settle()
+
+
+def test_a_reset_waits_for_no_end_of_a_copy_that_is_on_its_way(engine, monkeypatch):
+    """The worker is in the scheduler's process, and a step in flight has told that the copy has
+    ended."""
+    prefill = engine("kv_producer", async_scheduling=True)
+    monkeypatch.setattr(connector, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(connector, "get_kv_transfer_group", lambda: prefill.worker)
+    others = [prefill.submit(prompt(20, seed=seed), max_tokens=60) for seed in range(2)]
+    prefill.submit(PROMPT, params=HANDOFF)
+
+    def told():
+        outputs = [output.kv_connector_output for _, output in prefill.flying]
+        reports = [each.kv_connector_worker_meta for each in outputs if each is not None]
+        return any(each is not None and each.done for each in reports)
+
+    prefill.run(told)
+    assert prefill.half.copying()
+    assert prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
+    prefill.settle()
+    assert not prefill.half.copying()
+    assert all(prefill.done(each) for each in others)
 
 
 def test_what_another_connector_has_failed_to_load_is_not_handed_off(engine, after):

@@ -137,7 +137,7 @@ class SimulatedEngine(Actor):
             for config in configs
         ]
         self._layers = [each.keys() for each in caches]  # of each worker
-        self.runner = _CheckedRunner(self, caches, weights)
+        self.runner = CheckedRunner(self, caches, weights)
         self.runner.tokens_ahead = tokens_ahead(self.config)
         self.runner.drafter_runs = max(1, shape.drafts)
         self.runner.spoil(list(range(shape.blocks + 1)), world.draw.randrange(1 << 30))
@@ -590,7 +590,7 @@ def _errors_last(out: EngineCoreOutput) -> tuple[bool, str]:
     return failed, out.request_id if failed else ""
 
 
-class _CheckedRunner(ToyRunner):
+class CheckedRunner(ToyRunner):
     """Compares each token with what the engine's weights answer at that moment.
 
     Attributes:

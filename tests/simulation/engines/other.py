@@ -21,12 +21,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from omni_connector.testing.no_op import NoOpConnector
 from omni_connector.vllm_v1.specs import fails_by_block
 from tests.simulation.surroundings.world import World
-from tests.toy_runner import ToyRunner
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+    from tests.simulation.engines.engine import CheckedRunner
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,16 @@ class OtherSettings:
         often: how many of 100 requests it has a prefix of.
         later: whether it loads while others compute, else within the step that computes the rest.
         failing: how often a load fails.
+        spoils: whether others may go on with blocks whose load has failed, so that the engine is
+            not judged after that.
     """
 
     world: World
-    runner: Callable[[], ToyRunner]
+    runner: Callable[[], "CheckedRunner"]
     often: int
     later: bool
     failing: float
+    spoils: bool
 
 
 OTHER_OF: Final[dict[str, OtherSettings]] = {}
@@ -156,6 +160,7 @@ class OtherConnector(NoOpConnector):
         # By whole requests vLLM hears only of loads that others wait for.
         if self._by_block and settings.world.chance(settings.failing):
             settings.world.tell(f"the other connector's load of {load.request_id} fails")
+            runner.judged = runner.judged and not settings.spoils
             size = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
             first = settings.world.draw.randrange(load.start // size, len(load.token_ids) // size)
             bad = [each for each in load.tables[0][first : len(load.token_ids) // size] if each]

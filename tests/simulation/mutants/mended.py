@@ -440,4 +440,22 @@ MENDED: Final = (
             "        if True:\n",
         ),
     ),
+    mutant(
+        "others' loads: who goes on with their blocks",
+        "a request goes on with blocks that another connector failed to load, and its KV is shared",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "            self._shared.blocks_void(void, spoiled)\n",
+            "            self._shared.blocks_void(void, ())\n",
+        ),
+    ),
+    mutant(
+        "others' loads: who finds their blocks",
+        "blocks that another connector failed to load are found in vLLM's own cache, and shared",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "        self._manager.evict_blocks(void)\n",
+            "",
+        ),
+    ),
 )
