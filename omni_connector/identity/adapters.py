@@ -12,6 +12,7 @@ vLLM names the blocks of an adapter by its name and path, until its prefix cache
 workers load another version under them, no KV of the adapter is shared until the next reset.
 """
 
+import enum
 import hashlib
 import logging
 from dataclasses import dataclass
@@ -100,6 +101,20 @@ class _Computed:
     epoch: int
 
 
+class Replaced(enum.Enum):
+    """A version of an adapter that was replaced by another one under its name and path.
+
+    vLLM names the blocks of both alike. So a block that has filled, and is not copied yet, may hold
+    the KV of either.
+    """
+
+    UNUSED = enum.auto()
+    """No request is being computed that began with it."""
+
+    IN_USE = enum.auto()
+    """Some are. What was computed so far is void, because nobody knows which of it."""
+
+
 class AdapterContents:
     """The contents of adapters, and the requests that wait until these are known.
 
@@ -182,13 +197,9 @@ class AdapterContents:
             self._live.pop(request_id, None)
         self._ended.clear()
 
-    def loaded(self, load: AdapterLoad, epoch: int) -> bool:
-        """A worker has loaded an adapter.
-
-        Returns:
-            Whether requests are being computed that began with another version under the same name.
-            What was computed so far must be void then, because nobody knows which of it.
-        """
+    def loaded(self, load: AdapterLoad, epoch: int) -> "Replaced | None":
+        """A worker has loaded an adapter; returns which other version under the same name it has
+        replaced."""
         known = self._loaded.get(load.int_id, {})
         self._loaded[load.int_id] = {**known, load.rank: load.version}
         name = load.name, load.path
@@ -197,13 +208,13 @@ class AdapterContents:
         # After a reset, too, requests compute with what they had.
         if had is None or (had.epoch != epoch and not live):
             self._computes(name, load.version, epoch)
-            return False
+            return None
         if had.version == load.version:
-            return False
+            return None
         void = live and had.version is not None
-        # `epoch` ends where this returns True, but vLLM keeps its blocks.
+        # `epoch` ends where all is void, but vLLM keeps its blocks.
         self._computed[name] = _Computed(None, epoch + void)
-        return void
+        return Replaced.IN_USE if void else Replaced.UNUSED
 
     def _computes(self, name: tuple[str, str], version: str | None, epoch: int) -> bool:
         if name not in self._computed and len(self._computed) >= _MAX_ADAPTERS:

@@ -675,8 +675,18 @@ class PrefixSaves:
         self._leave_out(block_ids)
         for job_id in self._under_way:
             if not block_ids.isdisjoint(self._ledger.blocks_of([job_id])):
-                self._under_way[job_id] = False  # it may end before it can be stopped
-                self._ledger.revoke([job_id])
+                self._void(job_id)
+
+    def distrust(self) -> None:
+        """Blocks that have filled may hold other KV than that they are named after: keep none, nor
+        what is being copied."""
+        self.suspend()
+        for job_id in self._under_way:
+            self._void(job_id)
+
+    def _void(self, job_id: int) -> None:
+        self._under_way[job_id] = False  # it may end before it can be stopped
+        self._ledger.revoke([job_id])
 
     def _leave_out(self, block_ids: Set[int]) -> None:
         """Keep none of these blocks of those that have filled."""

@@ -38,7 +38,7 @@ from omni_connector.handoff.truncation import (
     truncate,
     truncation_refusal,
 )
-from omni_connector.identity.adapters import AdapterContents
+from omni_connector.identity.adapters import AdapterContents, Replaced
 from omni_connector.identity.epochs import RankWeights, WeightsEpoch
 from omni_connector.identity.full_digest import WeightFilesDigest
 from omni_connector.kv.spans import NULL_BLOCK_ID
@@ -701,10 +701,13 @@ class OmniScheduler:
             return
         self._follow_weights()
         for load in report.adapters:
-            if self._adapters.loaded(load, self._weights.number):
+            replaced = self._adapters.loaded(load, self._weights.number)
+            if replaced is Replaced.IN_USE:
                 self._void_all()
                 self._weights.void()
                 self._share()
+            elif replaced is not None and self._shared is not None:
+                self._shared.saves.distrust()
         if report.weights:
             self._take_weights(report.weights)
         self._ledger.report(report.done, report.failed)
