@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """New weights: nothing that was computed before is handed off, loaded or kept."""
 
-import itertools
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
@@ -546,7 +546,10 @@ def test_other_weights_of_any_rank_are_other_weights(engine, rank):
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_nothing_is_kept_of_what_is_computed_before_the_weights_are_known(engine, known):
+def test_nothing_is_kept_of_what_is_computed_before_the_weights_are_known(
+    engine, known, monkeypatch
+):
+    monkeypatch.setattr(epochs, "WAIT_S", 0.1)
     alone = engine("kv_both", extra=SHARES)
     alone.generate(prompt(BLOCK))
     alone.run(lambda: not inspection.being_kept(alone.half)[1])
@@ -554,7 +557,7 @@ def test_nothing_is_kept_of_what_is_computed_before_the_weights_are_known(engine
     request_id = alone.submit(prompt(BLOCK - 3, seed=5), max_tokens=3 * BLOCK)
     alone.run(lambda: alone.answers[request_id].tokens)
     if not known:
-        inspection.read_weights(alone.worker_half, lambda: itertools.repeat(None))
+        inspection.read_weights(alone.worker_half, never_read)
         called(alone)
     alone.run(lambda: alone.done(request_id))
     alone.settle()
@@ -654,7 +657,7 @@ def test_requests_that_wait_too_long_for_the_weights_are_computed_and_not_shared
 ):
     prefill = engine("kv_producer", fresh=True)
     monkeypatch.setattr(epochs, "WAIT_S", 0.05)
-    inspection.read_weights(prefill.worker_half, lambda: itertools.repeat(None))
+    inspection.read_weights(prefill.worker_half, never_read)
     answer = prefill.generate(PROMPT, params=HANDOFF)
     assert answer.params["omni_no_handoff"] == "weights_unknown"
     assert_clean(prefill)
@@ -680,6 +683,13 @@ def test_where_digests_cannot_be_compared_the_trainers_name_decides(engine, afte
     decode.generate(PROMPT, 6, params=answer)
     assert decode.count("handoffs_received") == 1
     assert_clean(decode)  # what was handed off waits for an engine of these weights
+
+
+def never_read() -> Iterator[None]:
+    """A reading of weights that does not end, and leaves the cores to others."""
+    while True:
+        time.sleep(0.001)
+        yield
 
 
 def called(*engines: InProcessEngine) -> None:
@@ -726,7 +736,7 @@ def test_what_was_computed_before_the_first_digest_is_not_taken_for_what_it_name
     text = prompt(4 * BLOCK, seed=8)
     with monkeypatch.context() as late:
         late.setattr(epochs, "WAIT_S", 0.05)
-        inspection.read_weights(first.worker_half, lambda: itertools.repeat(None))
+        inspection.read_weights(first.worker_half, never_read)
         first.generate(text)
     new_weights(first, second)
     called(first)
