@@ -145,7 +145,8 @@ class AdapterContents:
         self._loaded: BoundedMap[int, dict[int, str]] = BoundedMap(_MAX_ADAPTERS)
         self._computed: dict[tuple[str, str], _Computed] = {}
         self._live: dict[str, tuple[str, str]] = {}  # name and path, by request id
-        self._ended: list[str] = []
+        # Of requests whose last step is being told. Their ids may have been given to others.
+        self._ending: list[tuple[str, str]] = []
         self._waiting: dict[str, tuple[float, int]] = {}
         self._steps = 0
 
@@ -187,15 +188,14 @@ class AdapterContents:
 
     def ends(self, request_id: str) -> None:
         """A request is over. What was loaded in its last step is told after that."""
-        if request_id in self._live:
-            self._ended.append(request_id)
+        name = self._live.pop(request_id, None)
+        if name is not None:
+            self._ending.append(name)
 
     def step_ended(self) -> None:
         """What the workers had to tell of a step is told."""
         self._steps += 1
-        for request_id in self._ended:
-            self._live.pop(request_id, None)
-        self._ended.clear()
+        self._ending.clear()
 
     def loaded(self, load: AdapterLoad, epoch: int) -> "Replaced | None":
         """A worker has loaded an adapter; returns which other version under the same name it has
@@ -204,7 +204,7 @@ class AdapterContents:
         self._loaded[load.int_id] = {**known, load.rank: load.version}
         name = load.name, load.path
         had = self._computed.get(name)
-        live = name in self._live.values()
+        live = self._is_live(name)
         # After a reset, too, requests compute with what they had.
         if had is None or (had.epoch != epoch and not live):
             self._computes(name, load.version, epoch)
@@ -216,10 +216,14 @@ class AdapterContents:
         self._computed[name] = _Computed(None, epoch + void)
         return Replaced.IN_USE if void else Replaced.UNUSED
 
+    def _is_live(self, name: tuple[str, str]) -> bool:
+        """Whether requests are being computed with an adapter of this name and path."""
+        return name in self._live.values() or name in self._ending
+
     def _computes(self, name: tuple[str, str], version: str | None, epoch: int) -> bool:
         if name not in self._computed and len(self._computed) >= _MAX_ADAPTERS:
             for other, had in list(self._computed.items()):
-                if had.epoch != epoch and other not in self._live.values():
+                if had.epoch != epoch and not self._is_live(other):
                     del self._computed[other]
             if len(self._computed) >= _MAX_ADAPTERS:
                 return False

@@ -298,6 +298,18 @@ def test_a_load_of_other_weights_voids_what_was_computed_with_those_before(conte
     assert content(adapter(b"one?"), epoch=4) is None
 
 
+def test_a_load_of_other_weights_voids_what_a_request_of_a_used_id_computes(content, adapter):
+    """Its client has left, and its id was used again before the step ended."""
+    first = adapter(b"one")
+    assert content(first, load=True)
+    for _ in range(2):
+        content.contents.begins(Asked(first))
+        content.contents.ends("r")
+    content.contents.begins(Asked(first))
+    content.contents.step_ended()
+    assert content.contents.loaded(loaded(adapter(b"one!")), 0)
+
+
 def test_what_is_no_weight_does_not_count(content, adapter, tmp_path):
     first = content(adapter(b"one"), load=True)
     (tmp_path / "here" / "README.md").write_text("hello")
