@@ -66,6 +66,12 @@ _SCRATCH: Final = re.compile(
     re.IGNORECASE,
 )
 
+# Scales of an encoder that computes in FP8 with those of the last images that it has seen.
+_OF_IMAGES: Final = re.compile(r"_fp8_[qkv]_scale")
+
+# With `--enable-lora` vLLM puts a layer into another one, under this name.
+_LORA_BASE: Final = re.compile(r"(?:^|\.)base_layer(?=\.|$)")
+
 # Objects of a layer of which weights' attributes are looked at.
 _HOLDERS: Final = ("quant_method", "scheme", "impl")
 
@@ -88,7 +94,8 @@ _NO_ATTRIBUTES: Final = frozenset({*vars(torch.nn.Module()), _LOADED})
 def weights_of(model: torch.nn.Module) -> Mapping[str, torch.Tensor | TensorDigest]:
     """What a model's forward pass computes with, by name: parameters, buffers that belong to its
     state, and what vLLM's kernels keep elsewhere. A cache of rotary embeddings, which settings
-    size, does not count.
+    size, does not count, nor do scales that follow the images of requests. Names are those that a
+    model has without `--enable-lora`.
 
     Raises:
         UnreadableWeightsError: the weights of some layers are not found; the message names one.
@@ -96,12 +103,12 @@ def weights_of(model: torch.nn.Module) -> Mapping[str, torch.Tensor | TensorDige
     offloaded = _offloaded()
     found: Weights = {}
     registered: list[torch.Tensor] = []
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for prefix, module in _modules(model, every_name=True):
         for name, tensor in _registered(module).items():
             registered.append(tensor)
             found[_joined(prefix, name)] = offloaded.get(id(tensor), tensor)
     memory = _Memory(registered)
-    modules = list(model.named_modules())
+    modules = list(_modules(model))
     seen: set[int] = set()
     unknown: list[str] = []
     for prefix, module in modules:
@@ -129,6 +136,14 @@ def weights_of(model: torch.nn.Module) -> Mapping[str, torch.Tensor | TensorDige
     return found
 
 
+def _modules(
+    model: torch.nn.Module, *, every_name: bool = False
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules of a model by name, as `named_modules` has them without `--enable-lora`."""
+    for prefix, module in model.named_modules(remove_duplicate=not every_name):
+        yield _LORA_BASE.sub("", prefix), module
+
+
 def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
@@ -148,6 +163,8 @@ def _registered(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
     for name, buffer in module._buffers.items():
         temporary = name in module._non_persistent_buffers_set and not _tells_weights(name)
+        if getattr(module, "_fp8_dynamic_scale", False) and _OF_IMAGES.fullmatch(name):
+            temporary = True
         if buffer is not None and not temporary:
             tensors[name] = buffer
     return tensors

@@ -246,7 +246,8 @@ def _processed(models: Iterable[torch.nn.Module]) -> list[str]:
     for model in models:
         for module in model.modules():
             method = getattr(module, "quant_method", None)
-            if method is not None:
+            around = "base_layer" in module._modules  # of LoRA, which has that of its layer
+            if method is not None and not around:
                 chosen = {
                     name: str(value)
                     for name, value in vars(method).items()

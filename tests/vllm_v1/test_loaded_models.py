@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import QKVParallelLinear
 
 from omni_connector.copy.loaded_weights import UnreadableWeightsError, digest_of
@@ -159,6 +160,45 @@ def test_how_layers_process_their_weights_is_a_part_of_the_form(worker):
     assert after.content == before.content
     one.model.quant_method.calls = 4
     assert read(config) == after
+
+
+class Around(BaseLayerWithLoRA):
+    """A layer that vLLM has put another one into, as it does with `--enable-lora`."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_a_stacked = (torch.zeros(4),)
+
+
+def test_an_engine_with_lora_has_the_weights_of_one_without(worker):
+    one, config = worker
+
+    def told(value=1.0, around=lambda layer: layer):
+        layer = torch.nn.Linear(8, 8)
+        torch.nn.init.constant_(layer.weight, value)
+        torch.nn.init.constant_(layer.bias, value)
+        layer.quant_method = SimpleNamespace(repacked=True)
+        one.model = torch.nn.ModuleDict({"proj": around(layer)})
+        return read(config)
+
+    assert told(around=Around) == told()
+    assert told(2.0, around=Around).content != told().content
+
+
+@pytest.mark.parametrize(("dynamic", "counts"), [(True, False), (False, True)])
+def test_scales_that_follow_the_images_of_requests_are_no_weights(dynamic, counts):
+    """Those of a file are."""
+    told = []
+    for scale in (1.0, 2.0):
+        model = torch.nn.Linear(8, 8)
+        torch.nn.init.constant_(model.weight, 1)
+        torch.nn.init.constant_(model.bias, 1)
+        model._fp8_dynamic_scale = dynamic  # as an encoder of vLLM's has it
+        for part in "qkv":
+            model.register_buffer(f"_fp8_{part}_scale", torch.full((1, 1, 1, 1), scale))
+        told.append(digest_of(weights_of(model)).content)
+    assert (told[0] != told[1]) == counts
 
 
 def test_counters_and_caches_are_no_weights():
