@@ -307,7 +307,7 @@ def test_a_load_of_other_weights_voids_what_a_request_of_a_used_id_computes(cont
         content.contents.ends("r")
     content.contents.begins(Asked(first))
     content.contents.step_ended()
-    assert content.contents.loaded(loaded(adapter(b"one!")), 0)
+    assert content.contents.loaded(loaded(adapter(b"one!")), 0) is Replaced.IN_USE
 
 
 def test_what_is_no_weight_does_not_count(content, adapter, tmp_path):
