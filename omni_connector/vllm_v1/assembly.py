@@ -82,12 +82,12 @@ from omni_connector.vllm_v1.metadata import (
     num_workers,
 )
 from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.vllm_v1.patches import local_engines
 from omni_connector.vllm_v1.rank_arena import ArenaPlan
 from omni_connector.vllm_v1.requests import token_hasher
 from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.scheduler_report import SchedulerReport
 from omni_connector.vllm_v1.specs import cached_block_sizes, state_refusal, transferred_groups
-from omni_connector.vllm_v1.startup import local_engines
 from omni_connector.vllm_v1.surroundings import Surroundings
 from omni_connector.vllm_v1.undrafted import DraftedGroup, UndraftedBlocks
 from omni_connector.vllm_v1.worker import OmniWorker

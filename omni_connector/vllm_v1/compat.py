@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where vLLM's versions differ.
 
-`plugin.SUPPORTED_VLLM` says which versions are supported, and `vllm_names` which names have to be
-there. All else that differs between versions is decided here, by feature and never by version
-number. Each function says which versions need it.
+`plugin.SUPPORTED_VLLM` says which versions are supported, `vllm_names` which names have to be
+there, and `patches` what is changed of vLLM. All else that differs between versions is decided
+here, by feature and never by version number. Each function says which versions need it.
 
 vLLM 0.30 to 0.33 agree on what matters most: KV caches come as `[B, H, N, C]` views, and a step is
 bind, forward, loads, saves, `get_transfer_results`, worker metadata, clear. With a drafter, the V2
@@ -12,12 +12,8 @@ preemptions late or not at all, which does no harm: a block that is being copied
 `older_runners` has what older model runners need, which others maintain.
 """
 
-import functools
-import signal
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
@@ -28,17 +24,17 @@ from omni_connector.identity.epochs import WeightsSaid
 from omni_connector.plugin import CONNECTOR_NAME
 from omni_connector.prefix.thinking import ThinkingTokens
 from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.vllm_v1.patches import watch_trainers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-
-_ENGINE_CORE = "vllm.v1.engine.core"
 
 
 def cache_hit_source(counter: str = "tokens_loaded") -> Any:
@@ -217,23 +213,24 @@ def keeps_kv_on_host(kv_cache_config: "KVCacheConfig") -> bool:
     return any(getattr(group, "host_resident", False) for group in kv_cache_config.kv_cache_groups)
 
 
-def pauses_wait_for_loads(scheduler: Any) -> bool:
+def pauses_wait_for_loads(scheduler: "Scheduler") -> bool:
     """Whether vLLM's pause (`mode=wait`) ends requests whose KV is being loaded: from 0.32 on.
 
     Else they keep their KV blocks, and no cache can be reset until the engine goes on."""
     return hasattr(scheduler, "prefix_replay_group_ids")  # it came with that
 
 
-def loaded_and_waiting(scheduler: Any) -> list["Request"]:
+def loaded_and_waiting(scheduler: "Scheduler") -> list["Request"]:
     """Requests that vLLM's scheduler lets wait, with KV blocks, after their KV was loaded."""
     waiting = getattr(scheduler, "kv_holding_waiting", None)  # from 0.31 on
     if waiting is not None:
         return [each for each in waiting if each.status == RequestStatus.WAITING]
-    told = [scheduler.requests[each] for each in scheduler.finished_recving_kv_req_ids]
+    older: Any = scheduler
+    told = [older.requests[each] for each in older.finished_recving_kv_req_ids]
     # Once vLLM has seen that it was loaded, a request waits among those that hold nothing.
     seen = [
         each
-        for each in (*scheduler.waiting, *scheduler.skipped_waiting)
+        for each in (*older.waiting, *older.skipped_waiting)
         if each.status == RequestStatus.WAITING and each.num_computed_tokens
     ]
     return [*told, *seen]
@@ -277,39 +274,6 @@ def shutdown_timeout(vllm_config: "VllmConfig") -> float:
     return float(getattr(vllm_config, "shutdown_timeout", 0))
 
 
-def notice_shutdown(notice: Callable[[], object]) -> bool:
-    """Have a function called when the process of vLLM's engine core is told to end.
-
-    No hook of a connector tells it. The engine core does by a handler of SIGTERM and SIGINT in its
-    main thread (vLLM's `run_engine_core`), which is set before the connector is made. That
-    handler is called after ours.
-
-    Args:
-        notice: called within a signal handler, so it must take no lock.
-
-    Returns:
-        Whether this is such a process. In the process of another program, as with `LLM`, signals
-        are left alone.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    found = False
-    for number in (signal.SIGTERM, signal.SIGINT):
-        theirs = signal.getsignal(number)
-        if not callable(theirs) or getattr(theirs, "__module__", "") != _ENGINE_CORE:
-            continue
-
-        def handler(
-            signum: int, frame: FrameType | None, theirs: Callable[..., object] = theirs
-        ) -> None:
-            notice()
-            theirs(signum, frame)
-
-        signal.signal(number, handler)
-        found = True
-    return found
-
-
 def weights_said(manager: "KVCacheManager") -> WeightsSaid:
     """What vLLM is told of the weights of an engine, and tells no connector.
 
@@ -317,47 +281,24 @@ def weights_said(manager: "KVCacheManager") -> WeightsSaid:
 
     Trainers change weights by calls to all workers (`collective_rpc`), vLLM's own ways among them.
     From 0.32 on vLLM also keeps a name that they give to weights (`/update_weight_version`). Both
-    pass the `EngineCore`, beside the scheduler half. So its methods are wrapped, when this is first
+    pass the `EngineCore`, beside the scheduler half. So its methods are patched, when this is first
     called.
     """
-    _note_calls_of_trainers()
+    watch_trainers(
+        lambda engine_core: _said_of(engine_core).workers_called(),
+        lambda engine_core, name: _said_of(engine_core).weights_named(name),
+    )
     return _said.setdefault(manager, WeightsSaid())
 
 
 _said: "weakref.WeakKeyDictionary[Any, WeightsSaid]" = weakref.WeakKeyDictionary()
 
 
-@functools.cache
-def _note_calls_of_trainers() -> None:
-    from vllm.v1.engine.core import EngineCore
-
-    core: Any = EngineCore
-    call_workers = core.collective_rpc
-    set_version = getattr(core, "set_weight_version", None)
-
-    def said_of(engine_core: Any) -> WeightsSaid:
-        # There is no scheduler while the engine core is being made.
-        scheduler = getattr(engine_core, "scheduler", None)
-        manager = getattr(scheduler, "kv_cache_manager", None)
-        return WeightsSaid() if manager is None else _said.setdefault(manager, WeightsSaid())
-
-    @functools.wraps(call_workers)
-    def calls(engine_core: Any, *args: Any, **options: Any) -> Any:
-        said_of(engine_core).workers_called()
-        return call_workers(engine_core, *args, **options)
-
-    core.collective_rpc = calls
-    if set_version is None:
-        return
-
-    @functools.wraps(set_version)
-    def names(engine_core: Any, weight_version: Any) -> Any:
-        result = set_version(engine_core, weight_version)
-        if isinstance(weight_version, str):
-            said_of(engine_core).weights_named(weight_version)
-        return result
-
-    core.set_weight_version = names
+def _said_of(engine_core: "EngineCore") -> WeightsSaid:
+    # There is no scheduler while the engine core is being made.
+    scheduler = getattr(engine_core, "scheduler", None)
+    manager = getattr(scheduler, "kv_cache_manager", None)
+    return WeightsSaid() if manager is None else _said.setdefault(manager, WeightsSaid())
 
 
 def worker_stats(output: "KVConnectorOutput") -> OmniStats | None:

@@ -6,13 +6,12 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from omni_connector.vllm_v1 import patches
 from omni_connector.vllm_v1.vllm_names import losses, require_fitting_vllm, untested
 
 INSTALLED_VLLM = require_fitting_vllm()
 
-from omni_connector.vllm_v1.loaded_models import watch_workers  # noqa: E402
-
-watch_workers()  # in the process of vLLM's `LLM`, which loads the plugin before its engine
+patches.watch_workers()  # in the process of vLLM's `LLM`, which loads the plugin before its engine
 
 from vllm.distributed.kv_transfer import (  # noqa: E402
     get_kv_transfer_group,
@@ -36,7 +35,6 @@ from omni_connector.vllm_v1.assembly import make_scheduler, make_worker  # noqa:
 from omni_connector.vllm_v1.compat import (  # noqa: E402
     cache_hit_source,
     manager_of,
-    notice_shutdown,
     shutdown_timeout,
 )
 from omni_connector.vllm_v1.control_calls import ControlCalls  # noqa: E402
@@ -181,9 +179,8 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         if hasattr(super(), "bind_kv_cache_manager"):
             super().bind_kv_cache_manager(kv_cache_manager)
         self._manager = kv_cache_manager
-        reset = kv_cache_manager.reset_prefix_cache
 
-        def settled_reset() -> bool:
+        def settle() -> None:
             if self._scheduler_half is not None:
                 self._scheduler_half.reset_attempted()
             # It does nothing while copies hold blocks, and no step comes meanwhile in which the
@@ -197,12 +194,12 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
                     ranks = ranks_of(self._config, self._vllm_config)
                     copies = partial(self._surroundings().rank_copies, *ranks, SETTLE_S)
                 self._scheduler_half.settle(copies)
-            done = reset()
-            if done and self._scheduler_half is not None:
-                self._scheduler_half.tell_of_reset()
-            return done
 
-        kv_cache_manager.reset_prefix_cache = settled_reset  # type: ignore[method-assign]
+        def tell() -> None:
+            if self._scheduler_half is not None:
+                self._scheduler_half.tell_of_reset()
+
+        patches.watch_resets(kv_cache_manager, settle, tell)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -226,7 +223,7 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
             alone=alone,
         )
         leave = partial(self._scheduler_half.leave, shutdown_timeout(self._vllm_config))
-        notice_shutdown(leave)
+        patches.notice_shutdown(leave)
         half = self._scheduler_half
         self._call_directly(
             on_new_request=half.on_new_request,

@@ -29,6 +29,7 @@ from omni_connector.net.orders import DRAIN, give_order
 from omni_connector.net.runtime import runtime_dir
 from omni_connector.net.status import EngineStatus, read_each, read_file
 from omni_connector.plugin import CONNECTOR_NAME
+from omni_connector.vllm_v1.patches import own_extra_config
 
 logger = logging.getLogger("vllm.omni_connector.drain")
 
@@ -83,17 +84,11 @@ class _Server:
         """What vLLM has told its application; None where it runs no engine of ours."""
         vllm_config = getattr(getattr(app.state, "engine_client", None), "vllm_config", None)
         transfer = getattr(vllm_config, "kv_transfer_config", None)
-        if transfer is None:
+        extra = own_extra_config(transfer)
+        if transfer is None or extra is None:
             return None
         timeout = float(getattr(vllm_config, "shutdown_timeout", 0))
-        extra = transfer.kv_connector_extra_config
-        if transfer.kv_connector == CONNECTOR_NAME:
-            return cls(transfer.engine_id, OmniConfig.load(extra), timeout)
-        for child in extra.get("connectors", ()):  # of MultiConnector
-            if child.get("kv_connector") == CONNECTOR_NAME:
-                config = OmniConfig.load(child.get("kv_connector_extra_config"))
-                return cls(transfer.engine_id, config, timeout)
-        return None
+        return cls(transfer.engine_id, OmniConfig.load(extra), timeout)
 
     def engines(self) -> dict[Path, EngineStatus | None]:
         """What its engines say, by status file; None where a file cannot be read now. Each

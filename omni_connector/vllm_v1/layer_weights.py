@@ -26,6 +26,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final
@@ -45,8 +46,6 @@ Weights = dict[str, torch.Tensor | TensorDigest]
 _LOADED: Final = "_omni_connector_loaded_weights"
 # Of a module: vLLM processes its weights just now.
 _PROCESSED_NOW: Final = "_omni_connector_processed_now"
-# Of a function: it is wrapped already.
-_WRAPPED: Final = "_omni_connector_wrapped"
 
 _RELOADING: Final = "vllm.model_executor.model_loader.reload.layerwise"
 _OFFLOADING: Final = "vllm.model_executor.offloader"
@@ -241,52 +240,20 @@ def _suffices(
     return replaced * _SHARE_LEFT >= lost or lost * _SHARE_LEFT <= sum(made.values())
 
 
-def keep_digests_of_packed_weights() -> None:
-    """On a CPU, from now on hash weights before vLLM packs them. Idempotent."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
+@contextmanager
+def keep_digests(layer: torch.nn.Module) -> Iterator[None]:
+    """Keep digests of the parameters that vLLM packs away while it processes a layer's weights."""
+    own = vars(layer)
+    if "_parameters" not in own or _PROCESSED_NOW in own:  # called by the method of a subclass
+        yield
         return
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-
-    base: Any = QuantizeMethodBase
-    if _WRAPPED in vars(base):
-        return
-
-    def defined(cls: Any, /, **options: Any) -> None:
-        super(base, cls).__init_subclass__(**options)
-        _keep_digests(cls)
-
-    base.__init_subclass__ = classmethod(defined)
-    setattr(base, _WRAPPED, True)
-    classes = deque(base.__subclasses__())
-    while classes:
-        cls = classes.popleft()
-        _keep_digests(cls)
-        classes += cls.__subclasses__()
-
-
-def _keep_digests(method_class: Any) -> None:
-    """Have a class of vLLM's methods keep digests of the parameters that it packs away."""
-    process = vars(method_class).get("process_weights_after_loading")
-    if process is None or hasattr(process, _WRAPPED):
-        return
-
-    @functools.wraps(process)
-    def hashed(method: Any, layer: Any, *args: Any, **options: Any) -> Any:
-        own = vars(layer)
-        if "_parameters" not in own or _PROCESSED_NOW in own:  # called by that of a subclass
-            return process(method, layer, *args, **options)
-        # Of all: what is left now may be released later (`kv_b_proj` of MLA, by its attention).
-        own[_LOADED] = own.get(_LOADED, {}) | _digests(layer)
-        own[_PROCESSED_NOW] = True
-        try:
-            return process(method, layer, *args, **options)
-        finally:
-            del own[_PROCESSED_NOW]
-
-    setattr(hashed, _WRAPPED, True)
-    method_class.process_weights_after_loading = hashed
+    # Of all: what is left now may be released later (`kv_b_proj` of MLA, by its attention).
+    own[_LOADED] = own.get(_LOADED, {}) | _digests(layer)
+    own[_PROCESSED_NOW] = True
+    try:
+        yield
+    finally:
+        del own[_PROCESSED_NOW]
 
 
 def _digests(layer: torch.nn.Module) -> dict[str, TensorDigest]:

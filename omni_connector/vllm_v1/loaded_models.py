@@ -1,31 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models that vLLM's workers have loaded, which vLLM shows to no connector.
 
-A part of `compat`, in a module of its own because the plugin loads it in each worker before
-anything else. `watch_workers` wraps two methods of vLLM:
+`patches.watch_workers` tells of each worker when vLLM has made it, before it loads a model. A
+worker has `get_model`, and it has it whatever has loaded the model, or loads another one later. On
+CPUs vLLM packs weights for its kernels, where Python cannot read them, and removes them from the
+model, so they are hashed just before that (`layer_weights`). On devices weights that sleep have no
+memory, and reading them would end the process.
 
-- `WorkerBase.__init__`, to know the worker of each configuration. A worker has `get_model`, and it
-  has it whatever has loaded the model, or loads another one later.
-- on CPUs `process_weights_after_loading` of vLLM's methods: vLLM packs weights there for its
-  kernels, where Python cannot read them, and removes them from the model. So they are hashed just
-  before that, with each load and each reload (`layer_weights`).
-- on devices the worker's `sleep`, `wake_up` and `discard`: weights that sleep have no memory, and
-  reading them would end the process.
-
-Where this module was not loaded before the model (`VLLM_PLUGINS` without this plugin, a connector
-that is found by `kv_connector_module_path`), or where the worker has no model, that is said by
-`UnreadableWeightsError`.
+Where workers are not watched before the model is loaded (`VLLM_PLUGINS` without this plugin, a
+connector that is found by `kv_connector_module_path`), or where the worker has no model, that is
+said by `UnreadableWeightsError`.
 """
 
 import enum
-import functools
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -36,23 +29,19 @@ from omni_connector.copy.loaded_weights import (
     digest_in_pieces,
 )
 from omni_connector.identity.epochs import WeightsDigest
-from omni_connector.plugin import WORKERS, require_supported_vllm
-from omni_connector.vllm_v1.layer_weights import keep_digests_of_packed_weights, weights_of
+from omni_connector.plugin import require_supported_vllm
+from omni_connector.vllm_v1.layer_weights import weights_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.worker.worker_base import WorkerBase
 
-# Of a function: it is wrapped already.
-_WRAPPED: Final = "_omni_connector_wrapped"
-
-# What vLLM calls of a worker when its weights leave the device's memory, and when they come back.
-_SLEEPS: Final = ("sleep", "wake_up", "discard")
 
 # Of this process: with expert load balancing its experts lie as they do nowhere else.
 _PLACEMENT: Final = os.urandom(8).hex()
 
 
-class _WeightsMemory:
+class WeightsMemory:
     """The memory that the weights of a worker lie in, which may be taken away while they sleep."""
 
     def __init__(self) -> None:
@@ -71,61 +60,27 @@ class _WeightsMemory:
                 raise UnreadableWeightsError("the weights sleep")
             yield
 
-    def watch(self, worker: Any) -> None:
-        """Follow a worker: with `sleep` its weights may go, with `wake_up` they come back."""
-        for name in _SLEEPS:
-            call = getattr(worker, name, None)
-            if call is not None:
-                setattr(worker, name, self._followed(name, call))
+    def falls_asleep(self) -> None:
+        """The weights go, as soon as nobody reads them."""
+        with self._lock:  # vLLM waits for all work of the device before it goes on
+            self._asleep = True
 
-    def _followed(self, name: str, call: Any) -> Any:
-        @functools.wraps(call)
-        def followed(*args: Any, **options: Any) -> Any:
-            tags = options.get("tags", args[0] if args else None) if name != "sleep" else None
-            if tags is not None and "weights" not in tags:
-                return call(*args, **options)
-            if name != "wake_up":
-                with self._lock:  # vLLM waits for all work of the device before it goes on
-                    self._asleep = True
-            result = call(*args, **options)
-            if name == "wake_up":
-                self._asleep = False
-            return result
-
-        return followed
+    def woke_up(self) -> None:
+        """The weights are back."""
+        self._asleep = False
 
 
-_workers: Final["weakref.WeakKeyDictionary[Any, _WeightsMemory]"] = weakref.WeakKeyDictionary()
+_workers: Final["weakref.WeakKeyDictionary[WorkerBase, WeightsMemory]"] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def watch_workers() -> None:
-    """From now on know the workers that vLLM makes in this process. Idempotent, and cheap where
-    this process makes none: it imports nothing of vLLM."""
-    module = sys.modules.get(WORKERS)
-    worker_class = getattr(module, "WorkerBase", None)
-    if worker_class is None or hasattr(worker_class.__init__, _WRAPPED):
-        return
-    made = worker_class.__init__
-
-    @functools.wraps(made)
-    def watched(worker: Any, *args: Any, **options: Any) -> None:
-        made(worker, *args, **options)
-        _workers[worker] = _WeightsMemory()
-        keep_digests_of_packed_weights()
-        _watch_sleep(worker)
-
-    setattr(watched, _WRAPPED, True)
-    worker_class.__init__ = watched
+def know(worker: "WorkerBase") -> WeightsMemory:
+    """Know a worker that vLLM has made; returns the memory of its weights."""
+    return _workers.setdefault(worker, WeightsMemory())
 
 
-def _watch_sleep(worker: Any) -> None:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():  # there vLLM ignores these calls
-        _workers[worker].watch(worker)
-
-
-def worker_of(vllm_config: "VllmConfig") -> Any:
+def worker_of(vllm_config: "VllmConfig") -> "WorkerBase":
     """The worker of this process that has a configuration.
 
     Raises:
@@ -189,7 +144,7 @@ def head_copies(vllm_config: "VllmConfig") -> dict[str, int]:
     return found
 
 
-def _models_of(worker: Any) -> dict[str, torch.nn.Module]:
+def _models_of(worker: "WorkerBase") -> dict[str, torch.nn.Module]:
     """The model of a worker, and that of its drafter, by the beginning of their weights' names."""
     models: dict[str, torch.nn.Module] = {"": worker.get_model()}
     for name in ("drafter", "speculator"):
@@ -200,7 +155,7 @@ def _models_of(worker: Any) -> dict[str, torch.nn.Module]:
 
 
 def _while_present(
-    memory: _WeightsMemory, reading: Generator[None, None, WeightsDigest]
+    memory: WeightsMemory, reading: Generator[None, None, WeightsDigest]
 ) -> Generator[None, None, WeightsDigest]:
     while True:
         with memory.present():

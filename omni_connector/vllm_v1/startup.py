@@ -4,16 +4,13 @@
 vLLM makes a connector only when the model is loaded, which takes minutes for a large one. It has no
 hook that shows a plugin the configuration before that. Every server and every `LLM` makes its
 configuration by `EngineArgs.create_engine_config`, after vLLM has loaded the plugins. So the check
-follows that call. Within the call, pydantic would put its own words behind the error's message.
+follows that call (`patches.watch_configurations`).
 
 So does what changes vLLM's hashes of images, as it is servers that make them.
 """
 
-import functools
 import multiprocessing
-import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from omni_connector.arena.arena import Arena
 from omni_connector.arena.format import PAGE_BYTES
@@ -23,40 +20,14 @@ from omni_connector.net.listener import check_listen
 from omni_connector.net.peers import parse_listen
 from omni_connector.net.runtime import runtime_dir, socket_path
 from omni_connector.net.status import check_loopback_key
-from omni_connector.plugin import CONNECTOR_NAME
 from omni_connector.transports.choice import check_transports
+from omni_connector.vllm_v1.patches import name_models, own_extra_config
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
-    from vllm.config.kv_transfer import KVTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm.config import VllmConfig
 
-_CHECKED: Final = "_checked_by_omni_connector"
+# Of a model's configuration: what vLLM's hashes of images tell the model by.
 _BY_CONTENT: Final = "_named_by_omni_connector"
-
-LOCAL_ENGINES: Final = "_OMNI_CONNECTOR_LOCAL_ENGINES"
-"""Environment variable that tells an engine core how many data-parallel engines its deployment has
-on this host. Each engine core of a dense model is told by vLLM that it is alone
-(`ParallelConfig.reconfigure_for_independent_dp_rank`)."""
-
-
-def check_engine_configs(engine_args: "type[EngineArgs]") -> None:
-    """Have each configuration that vLLM makes checked. Idempotent."""
-    create = engine_args.create_engine_config
-    if hasattr(create, _CHECKED):
-        return
-
-    @functools.wraps(create)
-    def create_checked(self: "EngineArgs", *arguments: Any, **named: Any) -> "VllmConfig":
-        vllm_config = create(self, *arguments, **named)
-        check_engine_config(vllm_config)
-        name_media_by_content(vllm_config)
-        # The engine cores that are started for this configuration inherit it.
-        os.environ[LOCAL_ENGINES] = str(vllm_config.parallel_config.data_parallel_size_local)
-        return vllm_config
-
-    setattr(create_checked, _CHECKED, True)
-    engine_args.create_engine_config = create_checked  # type: ignore[method-assign]
 
 
 def check_engine_config(vllm_config: "VllmConfig") -> None:
@@ -70,10 +41,8 @@ def check_engine_config(vllm_config: "VllmConfig") -> None:
         TransportError: the kernel makes no arena.
         MissingDependencyError: as `check_transports`.
     """
-    from omni_connector.vllm_v1.specs import require_supported_engine
-
     transfer = vllm_config.kv_transfer_config
-    extra_config = None if transfer is None else own_extra_config(transfer)
+    extra_config = own_extra_config(transfer)
     if transfer is None or extra_config is None:
         return
     config = OmniConfig.load(extra_config)
@@ -83,6 +52,9 @@ def check_engine_config(vllm_config: "VllmConfig") -> None:
     main = multiprocessing.parent_process() is None
     hands_off = transfer.is_kv_producer and config.handoff
     check_settings(config, binds=hands_off and alone and main, arena=hands_off or config.share)
+    # It imports what a vLLM may lack. Only an engine of ours is told so.
+    from omni_connector.vllm_v1.specs import require_supported_engine
+
     require_supported_engine(vllm_config)
 
 
@@ -103,47 +75,10 @@ def name_media_by_content(vllm_config: "VllmConfig") -> None:
         return
     if events is not None and events.enable_kv_cache_events:
         return
-    from vllm.multimodal.processing import BaseProcessingInfo
+    if name_models(lambda each: getattr(each, _BY_CONTENT, None)):
+        from omni_connector.vllm_v1.identity import configuration_id
 
-    from omni_connector.vllm_v1.identity import configuration_id
-
-    named = getattr(BaseProcessingInfo, "model_id", None)
-    if not isinstance(named, property):
-        return
-    if not hasattr(named.fget, _BY_CONTENT):
-
-        def model_id(info: BaseProcessingInfo) -> str:
-            told = getattr(info.ctx.model_config, _BY_CONTENT, None)
-            return str(named.__get__(info) if told is None else told)
-
-        setattr(model_id, _BY_CONTENT, True)
-        BaseProcessingInfo.model_id = property(model_id)  # type: ignore[assignment]
-    setattr(model, _BY_CONTENT, configuration_id(vllm_config))
-
-
-def local_engines(parallel_config: "ParallelConfig") -> int:
-    """Data-parallel engines of a deployment on this host, the one with this configuration included.
-
-    It is 1 where they are started one by one, each by a server of its own.
-    """
-    told = os.environ.get(LOCAL_ENGINES, "")
-    counted = int(told) if told.isascii() and told.isdigit() else 1
-    return max(1, counted, parallel_config.data_parallel_size_local)
-
-
-def own_extra_config(transfer: "KVTransferConfig") -> Mapping[str, Any] | None:
-    """Our `kv_connector_extra_config`; None where another connector is configured, or none.
-
-    Under `MultiConnector` it is that of our entry, which may be given as anything.
-    """
-    if transfer.kv_connector == CONNECTOR_NAME:
-        return transfer.kv_connector_extra_config
-    entries = transfer.kv_connector_extra_config.get("connectors")
-    for entry in entries if isinstance(entries, list) else ():
-        if isinstance(entry, Mapping) and entry.get("kv_connector") == CONNECTOR_NAME:
-            found: Mapping[str, Any] = entry.get("kv_connector_extra_config") or {}
-            return found
-    return None
+        setattr(model, _BY_CONTENT, configuration_id(vllm_config))
 
 
 def check_settings(config: OmniConfig, *, binds: bool, arena: bool) -> None:

@@ -13,7 +13,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, Final, Protocol
 
 from omni_connector.errors import UnsupportedVersionError
@@ -21,7 +21,9 @@ from omni_connector.plugin import InstalledVllm, is_newer, require_supported_vll
 
 _BASE: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _METRICS: Final = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+_FACTORY: Final = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory"
 _KV_CACHE: Final = "vllm.v1.core.kv_cache_utils"
+_SPECS: Final = "vllm.v1.kv_cache_interface"
 
 # Most names that an error lists; the rest is counted.
 _NAMED: Final = 5
@@ -54,7 +56,7 @@ class Called:
         """See `UsedName`."""
         found = _find(self.name)
         if found is None:
-            return _short(self.name) + _MISSING
+            return _missing(self.name)
         given = [None] * (self.positional + _takes_self(self.name))
         try:
             signature = inspect.signature(found)
@@ -100,7 +102,7 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """A class, and what the connector reads of its instances or of itself."""
+    """A class, and what the connector reads of its instances or of itself; or a module."""
 
     name: str
     attributes: tuple[str, ...] = ()
@@ -109,22 +111,45 @@ class Attributes:
         """See `UsedName`."""
         found = _find(self.name)
         if found is None:
-            return _short(self.name) + _MISSING
+            return _missing(self.name)
         known = _attributes(found)
         missing = [] if known is None else [each for each in self.attributes if each not in known]
         return f"{_short(self.name)} has no {', '.join(missing)}" if missing else None
 
 
 @dataclass(frozen=True, slots=True)
-class IfThere:
-    """A name that not every supported vLLM has."""
+class Calls:
+    """A function of vLLM that has to call something itself.
 
-    name: Called | Hook
+    Attributes:
+        name: as in `Called`.
+        called: what it calls.
+    """
+
+    name: str
+    called: str
 
     def misfit(self) -> str | None:
         """See `UsedName`."""
-        problem = self.name.misfit()
-        return None if problem is None or problem.endswith(_MISSING) else problem
+        found = _find(self.name)
+        if found is None:
+            return _missing(self.name)
+        code = getattr(inspect.unwrap(found), "__code__", None)
+        if code is None or self.called in code.co_names:
+            return None
+        return f"{_short(self.name)} does not call {self.called}"
+
+
+@dataclass(frozen=True, slots=True)
+class IfThere:
+    """A name that not every supported vLLM has, or that is used only where vLLM has it."""
+
+    name: Called | Hook | Attributes
+
+    def misfit(self) -> str | None:
+        """See `UsedName`."""
+        problem = None if isinstance(self.name, Attributes) else self.name.misfit()
+        return None if problem is None or _MISSING in problem else problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +231,15 @@ TABLE: Final[tuple[UsedName, ...]] = (
             Hook("bind_scheduler_context", None),
         )
     ),
+    Called(f"{_FACTORY}.register_connector", 3),
+    Called("vllm.engine.arg_utils:EngineArgs.create_engine_config"),
+    Attributes("vllm.engine.arg_utils:EngineArgs", ("kv_transfer_config",)),
     Called(f"{_BASE}:KVConnectorBase_V1.__init__", 3),
+    Attributes(
+        f"{_BASE}:KVConnectorBase_V1", ("_kv_cache_config", "_kv_transfer_config", "_vllm_config")
+    ),
+    IfThere(Attributes(f"{_BASE}:KVConnectorBase_V1", ("register_finished_partial_tail",))),
+    Attributes(f"{_BASE}:SupportsHMA"),
     Called(
         f"{_BASE}:KVConnectorTransferResults",
         keywords=("finished_sending", "finished_recving", "failed_recving"),
@@ -217,6 +250,13 @@ TABLE: Final[tuple[UsedName, ...]] = (
     Called(f"{_BASE}:KVConnectorWorkerMetadata.aggregate", 1),
     Attributes(f"{_METRICS}:KVConnectorStats", ("data",)),
     Called(f"{_METRICS}:KVConnectorPromMetrics.__init__", 4),
+    Attributes(f"{_METRICS}:KVConnectorPromMetrics", ("per_engine_labelvalues",)),
+    IfThere(
+        Attributes(
+            "vllm.v1.metrics.cache_hit_source:CacheHitSource",
+            ("EXTERNAL_UNSPECIFIED", "HOST", "P2P"),
+        )
+    ),
     Called("vllm.distributed.kv_transfer:has_kv_transfer_group"),
     Called("vllm.distributed.kv_transfer:get_kv_transfer_group"),
     Called(f"{_KV_CACHE}:resolve_kv_cache_block_sizes", 2),
@@ -227,12 +267,27 @@ TABLE: Final[tuple[UsedName, ...]] = (
     Called(f"{_KV_CACHE}:make_block_hash_with_group_id", 2),
     Called(f"{_KV_CACHE}:BlockHash", 1),
     IfThere(Called(f"{_KV_CACHE}:KVCacheBlockCopy", 2)),
+    IfThere(Called(f"{_KV_CACHE}:to_event_extra_keys", 1)),
     Called("vllm.utils.hashing:get_hash_fn_by_name", 1),
     Called("vllm.sampling_params:SamplingParams", keywords=("max_tokens",)),
+    Attributes(
+        "vllm.sampling_params:SamplingParams",
+        (
+            "allowed_token_ids",
+            "bad_words",
+            "clone",
+            "extra_args",
+            "logit_bias",
+            "max_tokens",
+            "min_tokens",
+            "prompt_logprobs",
+        ),
+    ),
     Called("vllm.v1.request:Request", 4, ("cache_salt",)),
     Attributes(
         "vllm.v1.request:Request",
         (
+            "_all_token_ids",
             "all_token_ids",
             "block_hashes",
             "cache_salt",
@@ -246,13 +301,29 @@ TABLE: Final[tuple[UsedName, ...]] = (
             "prompt_embeds",
             "prompt_token_ids",
             "request_id",
+            "resumable",
             "sampling_params",
+            "session_id",
             "skip_reading_prefix_cache",
             "status",
+            "structured_output_request",
             "update_block_hashes",
         ),
     ),
+    IfThere(Attributes("vllm.v1.request:Request", ("prompt_is_token_ids",))),
     Attributes("vllm.v1.request:RequestStatus", ("WAITING", "WAITING_FOR_REMOTE_KVS")),
+    Attributes(
+        "vllm.lora.request:LoRARequest",
+        (
+            "adapter_id",
+            "is_3d_lora_weight",
+            "load_inplace",
+            "lora_int_id",
+            "lora_name",
+            "lora_path",
+            "name",
+        ),
+    ),
     Called(
         "vllm.distributed.kv_events:BlockStored",
         keywords=(
@@ -270,27 +341,55 @@ TABLE: Final[tuple[UsedName, ...]] = (
     Called(
         "vllm.distributed.kv_events:BlockRemoved", keywords=("block_hashes", "medium", "group_idx")
     ),
-    Attributes("vllm.v1.kv_cache_interface:AttentionSpec", ("block_size", "dtype")),
-    Attributes("vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs", ("kv_cache_specs",)),
-    Attributes("vllm.v1.kv_cache_interface:KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
+    Attributes("vllm.distributed.kv_events:KVCacheEvent"),
+    *(
+        IfThere(Attributes(f"{_SPECS}:{name}"))
+        for name in ("CrossAttentionSpec", "EncoderOnlyAttentionSpec", "HiddenStateCacheSpec")
+    ),
+    Attributes(f"{_SPECS}:FullAttentionSpec"),
+    Attributes(f"{_SPECS}:MLAAttentionSpec"),
     Attributes(
-        "vllm.v1.kv_cache_interface:KVCacheConfig",
+        f"{_SPECS}:AttentionSpec",
+        (
+            "block_size",
+            "dtype",
+            "kv_quant_mode",
+            "num_head_slots",
+            "page_size_bytes",
+            "state_content_size_bytes",
+            "unpadded_page_size_bytes",
+        ),
+    ),
+    IfThere(Attributes(f"{_SPECS}:AttentionSpec", ("max_tp_shards", "prefix_cacheable"))),
+    IfThere(Attributes(f"{_SPECS}:AttentionSpec", ("prefix_replay_tokens",))),
+    IfThere(Attributes(f"{_SPECS}:FullAttentionSpec", ("non_causal",))),
+    Attributes(f"{_SPECS}:KVQuantMode", ("NONE",)),
+    Attributes(f"{_SPECS}:UniformTypeKVCacheSpecs", ("kv_cache_specs",)),
+    Attributes(f"{_SPECS}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
+    IfThere(Attributes(f"{_SPECS}:KVCacheGroupSpec", ("host_resident",))),
+    Attributes(
+        f"{_SPECS}:KVCacheConfig",
         ("kv_cache_groups", "kv_cache_tensors", "num_blocks", "transfer_group_ids"),
     ),
-    Attributes("vllm.v1.kv_cache_interface:KVCacheTensor", ("size", "layers")),
-    Attributes("vllm.v1.core.block_pool:BlockPool", ("blocks", "cached_block_hash_to_block")),
+    IfThere(Attributes(f"{_SPECS}:KVCacheConfig", ("hash_block_size",))),
+    Attributes(f"{_SPECS}:KVCacheTensor", ("size", "layers")),
+    Attributes(
+        "vllm.v1.core.block_pool:BlockPool",
+        ("blocks", "cached_block_hash_to_block", "hash_block_size"),
+    ),
     Called("vllm.v1.core.block_pool:BlockPool.get_new_blocks", 1),
     Called("vllm.v1.core.block_pool:BlockPool.touch", 1),
     Called("vllm.v1.core.block_pool:BlockPool.free_blocks", 1),
     Called("vllm.v1.core.block_pool:BlockPool.get_num_free_blocks"),
     Called("vllm.v1.core.block_pool:BlockPool.get_cached_block", 2),
-    Attributes("vllm.v1.core.kv_cache_utils:KVCacheBlock", ("block_hash", "ref_cnt")),
+    Attributes(f"{_KV_CACHE}:KVCacheBlock", ("block_hash", "block_id", "is_null", "ref_cnt")),
     Attributes("vllm.v1.core.kv_cache_manager:KVCacheManager", ("block_pool", "coordinator")),
     Called("vllm.v1.core.kv_cache_manager:KVCacheManager.get_blocks", 1),
     Called("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_blocks", 1),
     Called("vllm.v1.core.kv_cache_manager:KVCacheManager.free", 1),
     Called("vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks", 1),
     Called("vllm.v1.core.kv_cache_manager:KVCacheManager.reset_prefix_cache"),
+    Attributes("vllm.v1.core.kv_cache_manager:KVCacheBlocks", ("blocks",)),
     Called("vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids"),
     Attributes(
         "vllm.v1.core.sched.output:SchedulerOutput",
@@ -301,6 +400,29 @@ TABLE: Final[tuple[UsedName, ...]] = (
             "total_num_scheduled_tokens",
         ),
     ),
+    IfThere(
+        Attributes(
+            "vllm.v1.core.sched.output:SchedulerOutput",
+            ("kv_cache_block_copies", "kv_connector_block_state"),
+        )
+    ),
+    IfThere(
+        Attributes("vllm.v1.core.sched.output:KVConnectorBlockState", ("boundary_state_offloads",))
+    ),
+    Attributes(
+        "vllm.v1.core.sched.output:NewRequestData",
+        ("num_computed_tokens", "prompt_token_ids", "req_id"),
+    ),
+    OneOf(
+        (
+            Attributes("vllm.v1.core.sched.scheduler:Scheduler", ("kv_holding_waiting",)),
+            Attributes(
+                "vllm.v1.core.sched.scheduler:Scheduler",
+                ("finished_recving_kv_req_ids", "requests", "skipped_waiting", "waiting"),
+            ),
+        )
+    ),
+    IfThere(Attributes("vllm.v1.core.sched.scheduler:Scheduler", ("prefix_replay_group_ids",))),
     Attributes(
         "vllm.v1.outputs:KVConnectorOutput",
         (
@@ -317,6 +439,7 @@ TABLE: Final[tuple[UsedName, ...]] = (
             "cache_config",
             "compilation_config",
             "device_config",
+            "ec_transfer_config",
             "kv_events_config",
             "kv_transfer_config",
             "load_config",
@@ -327,21 +450,37 @@ TABLE: Final[tuple[UsedName, ...]] = (
             "speculative_config",
         ),
     ),
+    IfThere(
+        Attributes(
+            "vllm.config:VllmConfig",
+            ("num_lookahead_tokens", "num_prefill_lookahead_tokens", "reasoning_config"),
+        )
+    ),
     Attributes(
         "vllm.config:KVTransferConfig",
-        ("engine_id", "is_kv_consumer", "is_kv_producer", "kv_connector_extra_config", "kv_role"),
+        (
+            "engine_id",
+            "is_kv_consumer",
+            "is_kv_producer",
+            "kv_connector",
+            "kv_connector_extra_config",
+            "kv_role",
+        ),
     ),
     Attributes(
         "vllm.config:ModelConfig",
         (
             "dtype",
+            "get_total_num_hidden_layers",
             "get_total_num_kv_heads",
             "hf_config",
             "hf_config_path",
             "hf_overrides",
+            "hf_text_config",
             "max_model_len",
             "model",
             "model_weights",
+            "multimodal_config",
             "quantization",
             "quantization_config",
             "revision",
@@ -354,6 +493,9 @@ TABLE: Final[tuple[UsedName, ...]] = (
         "vllm.config:CacheConfig",
         ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo"),
     ),
+    Attributes("vllm.config:CompilationConfig", ("static_forward_context",)),
+    Attributes("vllm.config:DeviceConfig", ("device_type",)),
+    Attributes("vllm.config:KVEventsConfig", ("enable_kv_cache_events",)),
     Attributes(
         "vllm.config:ParallelConfig",
         (
@@ -370,12 +512,47 @@ TABLE: Final[tuple[UsedName, ...]] = (
             "tensor_parallel_size",
         ),
     ),
+    IfThere(Attributes("vllm.config:ParallelConfig", ("enable_eplb", "nnodes_within_dp"))),
+    Attributes("vllm.config:SpeculativeConfig", ("draft_model_config", "method", "use_eagle")),
+    IfThere(
+        Attributes(
+            "vllm.config:SpeculativeConfig",
+            ("draft_load_config", "kv_cache_dtype", "parallel_drafting"),
+        )
+    ),
+    IfThere(
+        Attributes(
+            "vllm.config.reasoning:ReasoningConfig",
+            (
+                "natural_reasoning_end_token_ids",
+                "reasoning_end_token_ids",
+                "reasoning_start_token_ids",
+            ),
+        )
+    ),
     Attributes(
         "vllm.config:LoadConfig", ("download_dir", "load_format", "model_loader_extra_config")
     ),
+    Attributes("vllm.platforms:current_platform"),
+    Attributes(
+        "vllm.platforms.interface:Platform",
+        (
+            "device_name",
+            "get_device_capability",
+            "has_device_capability",
+            "is_cpu",
+            "is_cuda",
+            "is_fp8_fnuz",
+        ),
+    ),
+    Attributes("vllm.envs:VLLM_USE_MODELSCOPE"),
+    Attributes("vllm._custom_ops"),
+    IfThere(Called("vllm._custom_ops:cpu_has_amx_fp8")),
+    IfThere(Called("vllm.model_executor.layers.mamba.mamba_utils:is_conv_state_dim_first")),
     Called("vllm.logger:init_logger", 1),
 )
-"""The names without which the connector cannot work."""
+"""The names without which the connector cannot work. A test compares it with all that the source
+uses of vLLM (`tests/vllm_v1/names_used.py`)."""
 
 LOSSES: Final[tuple[tuple[UsedName, str], ...]] = (
     (
@@ -383,7 +560,10 @@ LOSSES: Final[tuple[tuple[UsedName, str], ...]] = (
         "requests with a LoRA adapter share no KV",
     ),
     (
-        Called("vllm.v1.worker.worker_base:WorkerBase.get_model"),
+        Attributes(
+            "vllm.v1.worker.worker_base:WorkerBase",
+            ("__init__", "get_model", "model_runner", "vllm_config"),
+        ),
         "weights in memory are not known, so that nothing is shared without model_id and weights: "
         "fixed",
     ),
@@ -392,8 +572,16 @@ LOSSES: Final[tuple[tuple[UsedName, str], ...]] = (
         "prompts of tokens among embeddings are neither handed off nor shared",
     ),
     (
-        Attributes("vllm.multimodal.processing:BaseProcessingInfo", ("model_id",)),
+        Attributes("vllm.multimodal.processing:BaseProcessingInfo", ("ctx", "model_id")),
         "engines whose model lies at other paths share no KV of prompts with images",
+    ),
+    (
+        Attributes("vllm.multimodal.processing:InputProcessingContext", ("model_config",)),
+        "engines whose model lies at other paths share no KV of prompts with images",
+    ),
+    (
+        Attributes("vllm.v1.worker.gpu_worker:Worker", ("sleep", "wake_up")),
+        "an engine may end when its weights sleep; set model_id and weights: fixed",
     ),
     (
         Attributes("vllm.model_executor.layers.linear:QKVParallelLinear"),
@@ -404,8 +592,20 @@ LOSSES: Final[tuple[tuple[UsedName, str], ...]] = (
         "weights that are changed by a call to the workers are not noticed before the next reset",
     ),
     (
+        Attributes("vllm.v1.engine.core:EngineCore", ("scheduler",)),
+        "what trainers do to weights is not noticed before the next reset",
+    ),
+    (
         IfThere(Called("vllm.v1.engine.core:EngineCore.set_weight_version", 1)),
         "engines whose weights cannot be compared refuse each other, whatever a trainer names them",
+    ),
+    (
+        Calls("vllm.v1.engine.core:EngineCoreProc.run_engine_core", "signal"),
+        "an engine that is told to end does not wait for peers that read its KV",
+    ),
+    (
+        Attributes("vllm.config:VllmConfig", ("shutdown_timeout",)),
+        "an engine that is told to end waits for nobody, and DrainMiddleware does nothing",
     ),
     (
         Called(
@@ -427,6 +627,18 @@ LOSSES: Final[tuple[tuple[UsedName, str], ...]] = (
         Called("vllm.model_executor.offloader:get_offloader"),
         "weights in memory are not known, so that nothing is shared without model_id and weights: "
         "fixed",
+    ),
+    *(
+        (Attributes(f"{_SPECS}:{name}"), f"models with a {name} are refused")
+        for name in (
+            "ChunkedLocalAttentionSpec",
+            "CircularBufferSpec",
+            "MambaSpec",
+            "RSWASpec",
+            "SinkFullAttentionSpec",
+            "SlidingWindowMLASpec",
+            "SlidingWindowSpec",
+        )
     ),
 )
 """Names without which it works, and what is lost then."""
@@ -471,17 +683,44 @@ def untested(installed: InstalledVllm) -> str | None:
     )
 
 
+def loss_of(target: str) -> tuple[str, str | None]:
+    """What is lost without a name of `LOSSES`, and why it does not fit; None if it does."""
+    for each, loss in LOSSES:
+        inner = each.name if isinstance(each, IfThere) else each
+        names = {getattr(inner, "name", "")}
+        if isinstance(inner, Attributes):
+            names = {f"{inner.name}.{attribute}" for attribute in inner.attributes}
+        if target in names:
+            return loss, each.misfit()
+    raise KeyError(target)
+
+
 def _find(name: str) -> Any:
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module)
-    except ImportError:
+    except Exception:  # noqa: BLE001 - said by `_missing`
         return None
-    for part in path.split("."):
-        found = inspect.getattr_static(found, part, None)
+    for part in path.split(".") if path else ():
+        # A module may make a name when it is asked for.
+        find = getattr if isinstance(found, ModuleType) else inspect.getattr_static
+        found = find(found, part, None)
         if isinstance(found, classmethod | staticmethod):
             found = found.__func__
     return found
+
+
+def _missing(name: str) -> str:
+    module = name.partition(":")[0]
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        why = "" if error.name is None or module.startswith(error.name) else f" ({error})"
+    except Exception as error:  # noqa: BLE001 - it may be another name that the module wants
+        why = f" ({error})"
+    else:
+        why = ""
+    return _short(name) + _MISSING + why
 
 
 def _short(name: str) -> str:
@@ -500,10 +739,9 @@ def _attributes(found: Any) -> set[str] | None:
     known = set(dir(found))
     for cls in found.__mro__:
         known |= set(getattr(cls, "__annotations__", ()))
-        known |= set(getattr(cls, "__struct_fields__", ()))
         known |= {field.name for field in getattr(cls, "__dataclass_fields__", {}).values()}
         made: Callable[..., Any] | None = cls.__dict__.get("__init__")
-        code = getattr(made, "__code__", None)
+        code = getattr(made and inspect.unwrap(made), "__code__", None)  # `patches` may wrap it
         if isinstance(code, CodeType):
             known |= set(code.co_names)  # what `__init__` sets, and some that it only reads
         elif made is not None and not (cls is object or dataclasses.is_dataclass(cls)):

@@ -22,7 +22,8 @@ from vllm.model_executor.model_loader import get_model
 from omni_connector.copy.loaded_weights import digest_of
 from omni_connector.identity.epochs import WeightsDigest
 from omni_connector.testing.models import make_model
-from omni_connector.vllm_v1.layer_weights import keep_digests_of_packed_weights, weights_of
+from omni_connector.vllm_v1 import patches
+from omni_connector.vllm_v1.layer_weights import weights_of
 
 WEIGHTS = "model.safetensors"
 
@@ -88,7 +89,7 @@ def told(path: Path, room: Path, looked_at: set[str]) -> dict[str, object]:
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
-    keep_digests_of_packed_weights()
+    patches.watch_packing()
     paths = {family: make_model(family, folder / family) for family in sys.argv[2:]}
     gc.freeze()  # vLLM collects garbage at each load: two thirds of the time, among all its modules
     # Of a model with experts, as vLLM then makes the groups of all.

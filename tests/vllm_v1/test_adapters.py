@@ -332,24 +332,20 @@ def test_vllms_own_loads_are_noted(adapter, monkeypatch):
             adapter(b"rewritten", folder="torn")
 
     monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", load)
-    adapter_loads._wrap.cache_clear()
     none = adapter_loads.watch_adapter_loads(SimpleNamespace(lora_config=None))
     loads = adapter_loads.watch_adapter_loads(SimpleNamespace(lora_config=LoRAConfig()))
-    try:
-        first, torn = adapter(b"one"), adapter(b"one", name="torn", folder="torn", int_id=2)
-        Manager()._load_adapter(first)
-        Manager()._load_adapter(torn)
-        with pytest.raises(ValueError, match="no adapter"):
-            Manager()._load_adapter(LoRARequest("bad", 3, "/no/such/adapter"))
-        assert [each.lora_int_id for each in read] == [1, 2, 3]
-        assert loads.take(5) == [
-            dataclasses.replace(loaded(first), rank=5),
-            AdapterLoad(5, 2, "torn", torn.lora_path, ""),
-            AdapterLoad(5, 3, "bad", "/no/such/adapter", ""),
-        ]
-        assert loads.take(5) == none.take(5) == []
-    finally:
-        adapter_loads._wrap.cache_clear()
+    first, torn = adapter(b"one"), adapter(b"one", name="torn", folder="torn", int_id=2)
+    Manager()._load_adapter(first)
+    Manager()._load_adapter(torn)
+    with pytest.raises(ValueError, match="no adapter"):
+        Manager()._load_adapter(LoRARequest("bad", 3, "/no/such/adapter"))
+    assert [each.lora_int_id for each in read] == [1, 2, 3]
+    assert loads.take(5) == [
+        dataclasses.replace(loaded(first), rank=5),
+        AdapterLoad(5, 2, "torn", torn.lora_path, ""),
+        AdapterLoad(5, 3, "bad", "/no/such/adapter", ""),
+    ]
+    assert loads.take(5) == none.take(5) == []
 
 
 def test_an_adapter_that_was_replaced_after_its_load_is_not_handed_off(engine, adapter):

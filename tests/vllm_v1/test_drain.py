@@ -9,7 +9,7 @@ from omni_connector.net import status
 from omni_connector.net.orders import DRAIN, ROLE, give_order, take_back
 from omni_connector.net.runtime import of_kernel
 from omni_connector.net.status import EngineStatus
-from omni_connector.vllm_v1 import compat
+from omni_connector.vllm_v1 import patches
 from tests.toy import BLOCK
 
 from .harness import HANDOFF, assert_clean, prompt, run, wait
@@ -242,10 +242,10 @@ def test_only_the_signals_of_an_engine_core_are_noticed():
     before = signal.getsignal(signal.SIGTERM)
     try:
         signal.signal(signal.SIGTERM, theirs)
-        assert not compat.notice_shutdown(lambda: called.append("ours"))
+        assert not patches.notice_shutdown(lambda: called.append("ours"))
         assert signal.getsignal(signal.SIGTERM) is theirs
         theirs.__module__ = "vllm.v1.engine.core"
-        assert compat.notice_shutdown(lambda: called.append("ours"))
+        assert patches.notice_shutdown(lambda: called.append("ours"))
         signal.raise_signal(signal.SIGTERM)
         assert called == ["ours", "theirs"]
     finally:

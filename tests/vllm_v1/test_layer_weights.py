@@ -29,7 +29,8 @@ from vllm.models.kimi_k3.nvidia.model import KimiK3MegaMoEExperts
 
 from omni_connector.copy.loaded_weights import UnreadableWeightsError, digest_of
 from omni_connector.identity.epochs import WeightsDigest
-from omni_connector.vllm_v1.layer_weights import keep_digests_of_packed_weights, weights_of
+from omni_connector.vllm_v1.layer_weights import weights_of
+from omni_connector.vllm_v1.patches import watch_packing
 
 pytestmark = pytest.mark.vllm
 
@@ -121,7 +122,7 @@ def load(model: torch.nn.Module, *, swapped: bool = False) -> None:
 
 
 def test_weights_that_onednn_has_packed_are_those_that_were_loaded(int8):
-    keep_digests_of_packed_weights()
+    watch_packing()
     load(int8)
     before = digest(int8)
     assert f"{NAME}.weight" in weights_of(int8)
@@ -142,7 +143,7 @@ def test_a_layer_that_was_packed_unseen_is_named(int8, monkeypatch):
 
 
 def test_methods_that_are_defined_later_are_followed():
-    keep_digests_of_packed_weights()
+    watch_packing()
 
     class Base(QuantizeMethodBase):
         create_weights = apply = None

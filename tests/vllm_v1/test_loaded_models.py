@@ -14,9 +14,11 @@ from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import QKVParallelLinear
 
 from omni_connector.copy.loaded_weights import UnreadableWeightsError, digest_of
+from omni_connector.plugin import CONNECTOR_NAME
 from omni_connector.vllm_v1 import loaded_models
 from omni_connector.vllm_v1.layer_weights import weights_of
-from omni_connector.vllm_v1.loaded_models import head_copies, loaded_digest, watch_workers
+from omni_connector.vllm_v1.loaded_models import head_copies, loaded_digest
+from omni_connector.vllm_v1.patches import WORKERS, watch_workers
 
 pytestmark = pytest.mark.vllm
 
@@ -80,9 +82,8 @@ class Worker:
 @pytest.fixture
 def worker(monkeypatch):
     """A worker that was made while workers are watched, on a device; and its configuration."""
-    monkeypatch.setitem(
-        sys.modules, loaded_models.WORKERS, SimpleNamespace(WorkerBase=type("W", (Worker,), {}))
-    )
+    module = SimpleNamespace(WorkerBase=type("W", (Worker,), {}))
+    monkeypatch.setitem(sys.modules, WORKERS.partition(":")[0], module)
     monkeypatch.setattr(loaded_models, "_workers", type(loaded_models._workers)())
     platform = SimpleNamespace(
         is_cpu=lambda: False, device_name="device", get_device_capability=lambda: (9, 0)
@@ -93,8 +94,9 @@ def worker(monkeypatch):
     parallel = SimpleNamespace(
         enable_expert_parallel=False, data_parallel_size=1, data_parallel_rank=0
     )
-    config = SimpleNamespace(parallel_config=parallel)
-    return sys.modules[loaded_models.WORKERS].WorkerBase(vllm_config=config), config
+    transfer = SimpleNamespace(kv_connector=CONNECTOR_NAME, kv_connector_extra_config={})
+    config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
+    return module.WorkerBase(vllm_config=config), config
 
 
 def read(config):

@@ -34,7 +34,7 @@ from omni_connector.config import OmniConfig  # noqa: E402
 from omni_connector.errors import ConfigError, TransportError  # noqa: E402
 from omni_connector.net import runtime as runtime_module  # noqa: E402
 from omni_connector.net.runtime import LOOPBACK_KEY, loopback_key  # noqa: E402
-from omni_connector.vllm_v1 import startup  # noqa: E402
+from omni_connector.vllm_v1 import patches, startup  # noqa: E402
 
 Make = Callable[..., VllmConfig]
 
@@ -125,11 +125,11 @@ def test_what_is_right_is_let_through(make: Make, runtime: Path) -> None:
 def test_an_engine_core_knows_how_many_of_its_deployment_are_on_the_host(
     make: Make, monkeypatch: pytest.MonkeyPatch, started: int, told: int
 ) -> None:
-    monkeypatch.setenv(startup.LOCAL_ENGINES, "7")  # of a deployment before
+    monkeypatch.setenv(patches.LOCAL_ENGINES, "7")  # of a deployment before
     arguments = {"data_parallel_size": 2, "data_parallel_size_local": started}
     parallel = make(engine=arguments).parallel_config
     parallel.reconfigure_for_independent_dp_rank()  # as in the engine core of a dense model
-    assert startup.local_engines(parallel) == told
+    assert patches.local_engines(parallel) == told
 
 
 @pytest.mark.parametrize("nonsense", ["", "-3", "two", "\u0662", "1e3"])
@@ -137,8 +137,8 @@ def test_nonsense_in_the_environment_counts_as_one_engine(
     make: Make, monkeypatch: pytest.MonkeyPatch, nonsense: str
 ) -> None:
     parallel = make().parallel_config
-    monkeypatch.setenv(startup.LOCAL_ENGINES, nonsense)
-    assert startup.local_engines(parallel) == 1
+    monkeypatch.setenv(patches.LOCAL_ENGINES, nonsense)
+    assert patches.local_engines(parallel) == 1
 
 
 def test_a_key_that_is_misspelt(make: Make) -> None:
