@@ -308,11 +308,6 @@ class HandoffSender:
             self._tried = None
         self._abandon(send)
 
-    @property
-    def requests(self) -> list[EngineRequest]:
-        """The requests that have slots."""
-        return [send.request for send in self.admitted.values()]
-
     def blocks_void(self, block_ids: set[int], spoiled: Container[str]) -> None:
         """These KV blocks hold what no model has computed, and vLLM computes them anew. Copies of
         them must not be handed off, nor may hand-offs of the same prompt that share the slots.

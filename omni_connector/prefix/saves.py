@@ -75,10 +75,11 @@ _PART_A_STEP: Final = 4
 _LATEST_S: Final = 0.5
 _FEWER_STEPS: Final = 16
 
-# Steps after which vLLM knows whether a load by another connector has succeeded; if it has not,
-# vLLM recomputes the blocks. Until then other requests find the blocks in vLLM's own cache, so
-# saves of prompts that vLLM admits meanwhile are delayed.
-_LOADED: Final = 3
+# Steps after which vLLM knows whether a load by another connector has succeeded, beside those that
+# are under way at once in pipeline stages. If it has not, vLLM recomputes the blocks. Until then
+# other requests find the blocks in vLLM's own cache, so saves of prompts that vLLM admits meanwhile
+# are delayed.
+_LOADED: Final = 2
 
 _IN_TABLES: Final[Mapping[int, int]] = {}
 
@@ -141,6 +142,7 @@ class PrefixSaves:
         groups: the cache groups that this engine keeps.
         num_blocks: KV blocks of this engine.
         alone: whether no connector beside this one loads blocks.
+        stages: pipeline stages, each of which may have a step under way.
         tails: names the ends of requests within blocks; None keeps none.
         finds: says of each block whether vLLM's own prefix cache finds it by its hash; given one
             of vLLM's groups, the ids of the blocks, and their hashes.
@@ -167,6 +169,7 @@ class PrefixSaves:
         groups: SharedGroups,
         num_blocks: int,
         alone: bool,
+        stages: int,
         tails: Tails | None,
         finds: Callable[[int, Sequence[int], Sequence[bytes]], list[bool]],
         context: EngineContext,
@@ -176,6 +179,7 @@ class PrefixSaves:
         self._step = 0
         # Step up to which a load by another connector may turn out to have failed; see `_LOADED`.
         self._doubtful_until = 0
+        self._loaded_after = _LOADED + stages
         # The prompts to look at, by step number: most steps fill no block of an answer.
         self._due: dict[int, dict[SharedPrompt, None]] = {}
         # Whether all blocks are still there a few steps after they have filled. Else a block may
@@ -269,7 +273,7 @@ class PrefixSaves:
                     if request.num_computed_tokens > had and not self.alone:
                         self._doubt(blocks_of(request.request_id), had)
                     if self._step <= self._doubtful_until:
-                        self.look_at(prompt, _LOADED)
+                        self.look_at(prompt, self._loaded_after)
                         continue
                 end = request.num_computed_tokens + tokens
                 if end >= prompt.fills_at:
@@ -654,7 +658,7 @@ class PrefixSaves:
 
     def _doubt(self, blocks: Sequence[Sequence[EngineBlock]], had: int) -> None:
         """A connector beside this one loads blocks of a request, from the token `had` on."""
-        self._doubtful_until = self._step + _LOADED
+        self._doubtful_until = self._step + self._loaded_after
         self.loads_over(blocks, had)
 
     def loads_over(self, blocks: Sequence[Sequence[EngineBlock]], first: int) -> None:

@@ -435,11 +435,6 @@ class SharedPrefix:
         if prompt is not None:
             prompt.sent = [_NEVER] * len(self._groups)
 
-    @property
-    def requests(self) -> list[EngineRequest]:
-        """The requests whose prompts are looked up or kept."""
-        return [prompt.request for prompt in self._prompts.values()]
-
     def blocks_void(self, block_ids: Set[int], spoiled: Iterable[str]) -> None:
         """These KV blocks hold what no model has computed, and vLLM computes them anew.
 

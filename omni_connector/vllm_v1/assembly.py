@@ -302,6 +302,12 @@ class _Assembly:
             ),
             serving=self._serving,
             undrafted=UndraftedBlocks(self._drafted_groups()),
+            spoiled=UndraftedBlocks(
+                [
+                    DraftedGroup(number, shape.block_size, self._hash_block_size)
+                    for number, shape in zip(self._group_ids, self._ours.groups, strict=True)
+                ]
+            ),
             alone=alone,
         )
 
@@ -494,6 +500,7 @@ class _Assembly:
                 groups=groups,
                 num_blocks=self._kv_cache_config.num_blocks,
                 alone=alone,
+                stages=self._vllm_config.parallel_config.pipeline_parallel_size,
                 tails=tails,
                 finds=self._finds,
                 context=self._context,

@@ -15,7 +15,7 @@ import msgspec
 from vllm.logger import init_logger
 
 from omni_connector.copy.ended import CopiesOfRanks
-from omni_connector.copy.held_blocks import CopyLedger, EngineRequest
+from omni_connector.copy.held_blocks import CopyLedger
 from omni_connector.errors import OmniError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.leases import SlotDirectory
@@ -99,6 +99,7 @@ _UNKNOWN: Final = "it is not known yet which weights this engine has"
 
 _STATE_BOUNDARY: Final = "a block with a state ends within the last tokens, before which vLLM stops"
 _NO_DRAFTER_KV: Final = "some of its blocks came from an engine without the drafter"
+_SPOILED: Final = "another connector failed to load blocks that it was computed upon"
 _NO_TOKENS: Final = "its prompt is given as embeddings, and the drafter reads tokens"
 _COMPUTES_ALL: Final = "the request has its whole prompt computed"
 
@@ -129,6 +130,8 @@ class OmniScheduler:
         report: tells vLLM and the status file what was counted; closed with this.
         serving: which hand-offs this engine takes part in now.
         undrafted: which blocks lack the drafter's KV.
+        spoiled: which blocks hold what was computed upon blocks that another connector failed to
+            load.
         alone: whether no other connector beside this one sees the requests.
     """
 
@@ -154,6 +157,7 @@ class OmniScheduler:
         report: SchedulerReport,
         serving: ServingState,
         undrafted: UndraftedBlocks,
+        spoiled: UndraftedBlocks,
         alone: bool,
     ) -> None:
         self._trace = context.trace
@@ -181,6 +185,7 @@ class OmniScheduler:
         self._report = report
         self._serving = serving
         self._undrafted = undrafted
+        self._spoiled = spoiled
         serving.busy = self._busy
         self._alone = alone
         self._adapters = AdapterContents(context, num_workers(vllm_config))
@@ -201,6 +206,8 @@ class OmniScheduler:
         uncached = uncached_groups(kv_cache_config)
         self._cached = tuple(each for each in self._transferred if each not in uncached)
         self._replay = replay(kv_cache_config)
+        # All that vLLM has: whatever they ask for, others find what they compute in its own cache.
+        self._requests: dict[str, Request] = {}
         # Requests whose last load was a hand-off: that alone brings what no prefix cache has.
         self._handed_off: set[str] = set()
         self._void: tuple[list[int], list[int]] = [], []
@@ -311,15 +318,10 @@ class OmniScheduler:
         vLLM has one of their requests compute them anew. Other requests that have them go on
         meanwhile, and new ones would find them (vLLM #49250).
         """
-        requests: list[EngineRequest] = []
-        if self._sender is not None:
-            requests += self._sender.requests
-        if self._shared is not None:
-            requests += self._shared.requests
         # A request that has ended has left them in vLLM's own cache.
         void = {each for each in block_ids if each < len(self._manager.block_pool.blocks)}
-        spoiled: set[str] = set()
-        for request in requests:
+        goes_on: set[str] = set()
+        for request in self._requests.values():
             tables = self._blocks_of(request.request_id)
             for table, tokens in zip(tables, self._block_tokens, strict=True):
                 ids = [each.block_id for each in table]
@@ -328,17 +330,19 @@ class OmniScheduler:
                     continue
                 void.update(ids[first:])
                 if request.num_computed_tokens > first * tokens:  # another one computes them
-                    spoiled.add(request.request_id)
+                    goes_on.add(request.request_id)
+                    self._spoiled.goes_on_without(request, first * tokens)
         void.discard(NULL_BLOCK_ID)
         self._manager.evict_blocks(void)
         if self._sender is not None:
-            self._sender.blocks_void(void, spoiled)
+            self._sender.blocks_void(void, goes_on)
         if self._shared is not None:
-            self._shared.blocks_void(void, spoiled)
+            self._shared.blocks_void(void, goes_on)
 
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived: ask for its KV elsewhere, or prepare to hand it off."""
         self._serving.begins(request.request_id)
+        self._requests[request.request_id] = request
         self._follow_weights()
         take_hints(request, self._shared, self._stats, self._hint_warnings)
         drop_unusable(request, self._stats)
@@ -509,6 +513,7 @@ class OmniScheduler:
             self._begin(request, refusals)
             return _ASK_AGAIN  # it may be shorter now, so vLLM has to look at it anew
         self._undrafted.asked(request.request_id, num_computed_tokens)
+        self._spoiled.asked(request.request_id, num_computed_tokens)
         matched: int | None = 0
         if request.kv_transfer_params:
             request_id = request.request_id
@@ -574,14 +579,16 @@ class OmniScheduler:
                 shared.saves.loads_over(blocks.blocks, first)
         # Beside other connectors `blocks` are none unless we load some.
         if self._undrafted.has(request, self._blocks_of):
-            self._give_to_nobody(request.request_id)
+            self._give_to_nobody(request.request_id, "no_drafter_kv", _NO_DRAFTER_KV)
+        if self._spoiled.has(request, self._blocks_of):
+            self._give_to_nobody(request.request_id, "load_failed", _SPOILED)
 
-    def _give_to_nobody(self, request_id: str) -> None:
-        """A request has blocks that lack the drafter's KV, which others would expect there."""
+    def _give_to_nobody(self, request_id: str, reason: str, text: str) -> None:
+        """A request has blocks that lack KV, which others would expect there."""
         if self._shared is not None:
             self._shared.keep_nothing(request_id)
         if self._sender is not None:
-            self._sender.refuse(request_id, "no_drafter_kv", _NO_DRAFTER_KV)
+            self._sender.refuse(request_id, reason, text)
 
     def hit_sources(self, request: "Request", tokens: int) -> dict[Any, int]:
         """See `KVConnectorBase_V1`."""
@@ -754,6 +761,7 @@ class OmniScheduler:
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""
         self._follow_weights()
+        self._requests.pop(request.request_id, None)
         self._report.ends(request.request_id)
         self._handed_off.discard(request.request_id)
         self._room.ends(request.request_id)
@@ -766,6 +774,7 @@ class OmniScheduler:
             blocks_of = self._blocks_of if self._weights.known else None
             self._shared.finish(request.request_id, blocks_of)
         self._undrafted.finish(request.request_id, self._blocks_of)
+        self._spoiled.finish(request.request_id, self._blocks_of)
         answer: dict[str, Any] | None = None
         if request.kv_transfer_params:
             if self._receiver is not None:

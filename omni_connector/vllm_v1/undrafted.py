@@ -5,6 +5,9 @@ A prefill engine without a drafter hands off the model's KV alone. The drafter's
 then, and what the drafter computes for later tokens may depend on them. No answer does, because the
 model verifies each draft. So vLLM's own cache keeps these blocks. Other engines must not get them:
 they would take them for blocks with the drafter's KV, and keep them for as long as they are used.
+
+The same is known of requests that go on with blocks which a connector beside this one failed to
+load: what they compute from there on is no KV of any model, and stays in vLLM's cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +26,7 @@ Tables = Sequence[Sequence["KVCacheBlock"]]
 
 @dataclass(frozen=True, slots=True)
 class DraftedGroup:
-    """A group that has layers of the drafter.
+    """A group whose blocks may lack KV.
 
     Attributes:
         number: among vLLM's groups.
@@ -37,13 +40,14 @@ class DraftedGroup:
 
 
 class UndraftedBlocks:
-    """Knows which requests have blocks that lack the drafter's KV.
+    """Knows which requests have blocks that lack the drafter's KV, or all KV.
 
     A request has some from a token on: it has loaded them, or vLLM has found them in its cache, or
     it has computed them after such blocks.
 
     Args:
-        groups: those with layers of the drafter; none on an engine without one.
+        groups: those that may lack it: with layers of the drafter, of which an engine without one
+            has none; or all.
     """
 
     def __init__(self, groups: Sequence[DraftedGroup]) -> None:
@@ -73,6 +77,11 @@ class UndraftedBlocks:
                 if name is not None and not block.is_null:
                     self._hashes[block.block_id] = name
         return first
+
+    def goes_on_without(self, request: "Request", first: int) -> None:
+        """A request goes on although its blocks from token `first` on hold no KV."""
+        _, known = self._requests.get(request.request_id, (request, first))
+        self._requests[request.request_id] = request, min(first, known)
 
     def has(self, request: "Request", blocks_of: Callable[[str], Tables]) -> bool:
         """Whether a request that vLLM has just given blocks has found such blocks in the cache, or

@@ -87,6 +87,11 @@ class FailingConnector(NoOpConnector):
         wanted, self._wanted = self._wanted, set()
         return Wanted(wanted)
 
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Wanted)

@@ -152,7 +152,7 @@ def test_who_goes_on_with_blocks_that_another_connector_failed_to_load_keeps_not
     second = engine("kv_both", extra=extra, **options)
     wait(lambda: inspection.meets(ours(second)))
     asked = prompt(20 * BLOCK + 1)
-    longer = [*asked, *prompt(2 * BLOCK, seed=9)]
+    longer = [*asked, *prompt(10 * BLOCK, seed=9)]
     first.runner.bad_blocks.add(1)
     first.submit(asked, max_tokens=6, params={"do_remote_prefill": True})
     first.step()
@@ -166,6 +166,26 @@ def test_who_goes_on_with_blocks_that_another_connector_failed_to_load_keeps_not
     for each in (longer, asked):
         assert second.generate(each, 6).tokens == engine().generate(each, 6).tokens
     assert_clean(first, second)
+
+
+def test_what_was_computed_upon_blocks_that_another_connector_failed_to_load_is_not_handed_off(
+    engine,
+):
+    """vLLM finds it by its hashes, once their beginning was computed again."""
+    options = {"connector": "MultiConnector", "after": [FAILING], "async_scheduling": True}
+    prefill, decode = engine("kv_producer", **options), engine("kv_consumer")
+    asked = prompt(20 * BLOCK + 1)
+    longer = [*asked, *prompt(10 * BLOCK, seed=9)]
+    prefill.runner.bad_blocks.add(1)
+    prefill.submit(asked, max_tokens=6, params={"do_remote_prefill": True})
+    prefill.step()
+    prefill.scheduler.max_num_scheduled_tokens = 2 * BLOCK
+    prefill.submit(longer)
+    prefill.settle()
+    prefill.generate(longer)
+    found = [*longer, 3]
+    answer = prefill.generate(found, params=HANDOFF).params
+    assert decode.generate(found, 6, params=answer).tokens == engine().generate(found, 6).tokens
 
 
 def test_a_block_that_another_connector_fails_to_load_instead_of_ours_is_not_kept(engine):
