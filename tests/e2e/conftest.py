@@ -20,14 +20,14 @@ from .pool import Pool, engine_environment
 FOLDER = Path(__file__).parent
 EXAMPLE = FOLDER.parents[1] / "examples" / "ar_to_diffusion.py"
 # The former begins with engines that it shares with the latter.
-DRAFTERS = ("test_one_drafter.py", "test_speculative_drafters.py")
+DRAFTERS = (FOLDER / "test_one_drafter.py", FOLDER / "test_speculative_drafters.py")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Have tests of one drafter follow each other, in whichever file, so that its engines start
     once: the pool cannot hold those of all drafters."""
-    of_drafters = [item for item in items if item.path.name in DRAFTERS]
+    of_drafters = [item for item in items if item.path in DRAFTERS]
     if of_drafters:
         last = items.index(of_drafters[-1])
         behind = items[last + 1 :]
