@@ -445,7 +445,7 @@ MENDED: Final = (
         "a request goes on with blocks that another connector failed to load, and its KV is shared",
         (
             "omni_connector.vllm_v1.scheduler",
-            "            self._shared.blocks_void(void, spoiled)\n",
+            "            self._shared.blocks_void(void, goes_on)\n",
             "            self._shared.blocks_void(void, ())\n",
         ),
     ),
