@@ -320,8 +320,8 @@ MENDED: Final = (
         "with any failed load an engine gives up what it hands off itself",
         (
             "omni_connector.handoff.sender",
-            "            if send.refusal is None and not send.block_ids.isdisjoint(block_ids):\n",
-            "            if send.refusal is None and send.block_ids:\n",
+            "request_id in spoiled or not send.block_ids.isdisjoint(block_ids)\n",
+            "request_id in spoiled or send.block_ids\n",
         ),
     ),
     mutant(
