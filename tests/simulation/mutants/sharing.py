@@ -220,8 +220,8 @@ SHARING: Final = (
         "what is copied for the host is not held",
         (
             "omni_connector.prefix.saves",
-            "        job_id = self._ledger.start(spec.blocks, end, soon=_COPY_S)\n",
-            "        job_id = self._ledger.start(BlockSpans.of(()), end, soon=_COPY_S)\n",
+            "        job_id = self._ledger.start(spec.blocks, ended, soon=_COPY_S)\n",
+            "        job_id = self._ledger.start(BlockSpans.of(()), ended, soon=_COPY_S)\n",
         ),
     ),
     mutant(
