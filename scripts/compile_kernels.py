@@ -39,8 +39,10 @@ FLAGS: Final = (
     *("-fno-discard-value-names", "-S", "-emit-llvm", "-o", "-"),
 )
 
+# PTX 6.0 is the oldest that has sm_70, and drivers from 384.81 on read it. Without saying so, clang
+# asks for the newest that it knows, which drivers before R555 refuse.
 PTX_FLAGS: Final = (
-    *("--target=nvptx64-nvidia-cuda", "-march=sm_70"),
+    *("--target=nvptx64-nvidia-cuda", "-march=sm_70", "--cuda-feature=+ptx60"),
     *("-ffreestanding", "-nostdlibinc", "-std=c17"),
     *("-Wall", "-Wextra", "-Werror", "-O3", "-fno-strict-aliasing", "-S", "-o", "-"),
 )

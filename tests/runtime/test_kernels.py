@@ -52,6 +52,15 @@ def test_clang_makes_the_same_ir_of_it(target: Path) -> None:
     assert script.outdated(target) is None
 
 
+@pytest.mark.parametrize("target", [each for each in MADE if each.suffix == ".ptx"])
+def test_drivers_before_the_newest_read_the_ptx(target: Path) -> None:
+    """A driver refuses PTX of a version that is newer than itself; 6.0 is the oldest for sm_70."""
+    versions = re.findall(
+        r"^\.version (.+)\n\.target (.+)$", target.read_text("utf-8"), re.MULTILINE
+    )
+    assert versions == [("6.0", "sm_70")]
+
+
 @each_made
 def test_ir_of_other_c_is_outdated(target: Path, tmp_path: Path) -> None:
     copy = copied(target, tmp_path)
