@@ -90,6 +90,10 @@ class BlockCopier(ABC):
         Cheap, and never waits; the mark is for `save` or `load`.
         """
 
+    @abstractmethod
+    def reached(self, fence: object) -> bool:
+        """Whether a copy with this fence would not wait for it. Never waits itself."""
+
     def save(
         self, copy: BlockCopy, *, cancelled: Callable[[], bool] | None = None
     ) -> NDArray[np.uint64] | None:

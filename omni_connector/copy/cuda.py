@@ -65,9 +65,20 @@ class _Hashing:
         with torch.cuda.stream(self._stream):
             sums = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
             sums.copy_(device_hash(rows), non_blocking=True)
-            self.last = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.last = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self.last.record(self._stream)
         return sums
+
+
+def _event(fence: object) -> torch.cuda.Event:
+    """A fence of a stream.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(fence, torch.cuda.Event):
+        raise TypeError(f"not a fence of this copier: {fence!r}")
+    return fence
 
 
 class CudaStream(Stream):
@@ -98,13 +109,15 @@ class CudaStream(Stream):
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def reached(self, fence: object) -> bool:
+        return bool(_event(fence).query())  # type: ignore[no-untyped-call]
+
     def wait(self, fence: object) -> None:
-        if not isinstance(fence, torch.cuda.Event):
-            raise TypeError(f"not a fence of this copier: {fence!r}")
-        self._stream.wait_event(fence)
+        self._stream.wait_event(_event(fence))
 
     def mark(self) -> tuple[torch.cuda.Event, ...]:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # Without `blocking`, whoever waits for it takes a core all the while.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event, *(each.last for each in self._hashing if each.last is not None)
 

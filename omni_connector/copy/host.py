@@ -154,6 +154,9 @@ class CpuCopier(BlockCopier):
     def fence(self) -> None:
         return None
 
+    def reached(self, fence: object) -> bool:
+        return True
+
     def pin(self, slots: NDArray[np.uint8]) -> bool:
         """Do nothing: the host reads all of its memory equally well."""
         return False

@@ -7,6 +7,7 @@ The copier sees each such range as a group of its own, and the checksum of a slo
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
@@ -34,7 +35,7 @@ class Forward:
     Attributes:
         ended: whether all of it has been launched. No slot is published before, because a runner
             may compute a layer again, for other tokens of the step.
-        fence: the copier's, which marks all that was told so far.
+        fence: the copier's, which marks the end of the pass; None before `ended`.
         again: layers that were computed more than once.
 
     Args:
@@ -46,7 +47,7 @@ class Forward:
         self.ended = False
         self.fence: object = None
         self.again: set[str] = set()
-        self._computed: set[str] = set()
+        self._computed: dict[str, tuple[int, object]] = {}  # the number and fence of each layer
         self._not_followed = frozenset(not_followed)
 
     @classmethod
@@ -60,10 +61,9 @@ class Forward:
 
     def computed(self, layer: str, fence: object) -> None:
         """The KV of a layer has been computed; `fence` marks that."""
-        self.fence = fence
         if layer in self._computed:
             self.again.add(layer)
-        self._computed.add(layer)
+        self._computed[layer] = len(self._computed), fence
 
     def end(self, fence: object) -> None:
         """The whole pass has been launched, also layers without a call of `computed`."""
@@ -72,7 +72,16 @@ class Forward:
 
     def has(self, layers: frozenset[str]) -> bool:
         """Whether all of these layers are computed and followed; False for no layers."""
-        return bool(layers) and layers <= self._computed and layers.isdisjoint(self._not_followed)
+        return (
+            bool(layers)
+            and layers <= self._computed.keys()
+            and layers.isdisjoint(self._not_followed)
+        )
+
+    def fence_of(self, layers: frozenset[str]) -> object:
+        """The fence that marks some layers, all of which are computed. A device is up to a whole
+        pass behind the launches, so a copy must not wait for a later layer than its own."""
+        return max((self._computed[layer] for layer in layers), key=itemgetter(0))[1]
 
     def repeated(self, layers: frozenset[str]) -> bool:
         """Whether one of these was computed again after the first time."""
@@ -199,20 +208,25 @@ class LayeredSave:
     def follow(self, cancelled: Callable[[], bool]) -> Generator[bool | float, None, int]:
         """Copy layers that are computed until the forward pass has ended; see `Work`.
 
-        A layer is copied after the layers that lie before it in the slot.
+        A layer is copied after the layers that lie before it in the slot. On a device the pass has
+        ended when its work is done, which may be long after its last launch.
 
         Returns:
             The bytes copied.
         """
         copied = 0
-        while not self._forward.ended and not cancelled():
+        forward = self._forward
+        while not cancelled() and not (forward.ended and self._copier.reached(forward.fence)):
             group = self._next_group()
             if group is None:
+                if forward.ended:
+                    break
                 yield UNTIL_NOTIFIED
                 continue
             layer_range = self._layer_ranges[group][self._done[group]]
+            fence = forward.fence_of(layer_range.layers)
             for batch in self._batches(self._places[group], layer_range):
-                if not self._copy(group, layer_range, batch, cancelled):
+                if not self._copy(group, layer_range, batch, fence, cancelled):
                     return copied
                 copied += len(batch) * (layer_range.end - layer_range.first)
                 yield True
@@ -255,7 +269,7 @@ class LayeredSave:
             return self._save_whole(group, places, cancelled)
         for layer_range in layer_ranges[done:]:
             for batch in self._batches(places, layer_range):
-                if not self._copy(group, layer_range, batch, cancelled):
+                if not self._copy(group, layer_range, batch, self._forward.fence, cancelled):
                     return None
         if self._hashed_at_end(group):
             block_ids = self._block_ids[places]
@@ -287,6 +301,7 @@ class LayeredSave:
         group: int,
         layer_range: LayerRange,
         places: NDArray[np.int64],
+        fence: object,
         cancelled: Callable[[], bool],
     ) -> bool:
         some = _span(places)
@@ -304,7 +319,7 @@ class LayeredSave:
             sums = SumRows(self._sum_rows.table, generations, layer_range.part)
         ids = self._block_ids[some], bytes_of_it, slot_ids
         goes_on = states is not None
-        copy = BlockCopy(layer_range.number, *ids, goes_on, self._forward.fence, of_these, sums)
+        copy = BlockCopy(layer_range.number, *ids, goes_on, fence, of_these, sums)
         copied = self._copier.save(copy, cancelled=cancelled)
         if copied is None:
             return False
@@ -340,6 +355,9 @@ class TracedCopier(BlockCopier):
 
     def fence(self) -> object:
         return self._inner.fence()
+
+    def reached(self, fence: object) -> bool:
+        return self._inner.reached(fence)
 
     def begin(
         self, groups: Sequence[int], slots: NDArray[np.uint8], count: int

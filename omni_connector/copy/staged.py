@@ -434,6 +434,9 @@ class StagedCopier(BlockCopier):
     def fence(self) -> object:
         return self._stream.fence()
 
+    def reached(self, fence: object) -> bool:
+        return self._stream.reached(fence)
+
     def pin(self, slots: NDArray[np.uint8]) -> bool:
         writable = slots.flags.writeable
         if writable in self._refused or not self._stream.pin(slots):

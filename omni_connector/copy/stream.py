@@ -41,6 +41,14 @@ class Stream(ABC):
         """Mark the engine's work so far; called on the engine's thread."""
 
     @abstractmethod
+    def reached(self, fence: object) -> bool:
+        """Whether what `fence` marked is done. Never waits.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+
+    @abstractmethod
     def wait(self, fence: object) -> None:
         """Put no later work of this stream before what `fence` marked."""
 

@@ -303,6 +303,31 @@ def test_a_copy_waits_for_what_its_layer_marked(kv):
     saving.check(8)
 
 
+@pytest.mark.parametrize("device_behind", [True, False])
+def test_a_device_that_is_behind_its_launches_is_followed_layer_by_layer(kv, device_behind):
+    """All layers are launched before the first is there: each copy waits for its own layer alone.
+    Once the device has ended the pass, nothing is left to wait for but that."""
+    from omni_connector.copy.staged import StagedCopier
+
+    class Behind(kv.HostStream):
+        def reached(self, fence):
+            return not device_behind
+
+    stream = Behind()
+    source = kv.build("LBHNC", 3, [[kv.Shape(3, 2, 4, 8)]], seed=1)
+    saving = Saving(
+        lambda canonical, layout, slots: StagedCopier(canonical, layout, stream),
+        source,
+        source.clone(),
+    )
+    for number, layer in enumerate(saving.layers):
+        saving.forward.computed(layer, f"layer {number}")
+    saving.end()
+    saving.check(8)
+    waited = [what for verb, what in stream.log if verb == "wait"]
+    assert waited == (["layer 0", "layer 1", "layer 2"] if device_behind else ["a fence"])
+
+
 class ByHand:
     """A thread whose turns a test makes."""
 

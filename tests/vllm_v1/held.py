@@ -62,6 +62,9 @@ class HeldCopier:
     def fence(self) -> object:
         return self._inner.fence()
 
+    def reached(self, fence: object) -> bool:
+        return bool(self._inner.reached(fence))
+
     def save(self, copy: BlockCopy, *, cancelled: Any) -> Any:
         if self._saves and not self._wait(lambda: cancelled() and not self._deaf):
             return None

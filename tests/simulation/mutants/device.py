@@ -32,8 +32,8 @@ DEVICE: Final = (
         "later layers are copied when the first of the pass is there",
         (
             "omni_connector.copy.layered",
-            "        self.fence = fence\n        if layer in self._computed:\n",
-            "        self.fence = self.fence or fence\n        if layer in self._computed:\n",
+            "max((self._computed[layer] for layer in layers), key=itemgetter(0))[1]",
+            "min(self._computed.values(), key=itemgetter(0))[1]",
         ),
     ),
     mutant(
@@ -50,7 +50,7 @@ DEVICE: Final = (
         "a copy marks its own thread's stream, not the engine's",
         (
             "omni_connector.copy.layered",
-            "layer_range.number, *ids, goes_on, self._forward.fence, of_these, sums)",
+            "layer_range.number, *ids, goes_on, fence, of_these, sums)",
             "layer_range.number, *ids, goes_on, self._copier.fence(), of_these, sums)",
         ),
     ),

@@ -253,6 +253,10 @@ class SimulatedStream(Stream):
         is_engine = not acting or acting[-1].on_engine_thread
         return (self._device.engine if is_engine else self._device.others).mark()
 
+    def reached(self, fence: object) -> bool:
+        assert isinstance(fence, Event)
+        return fence.done
+
     def wait(self, fence: object) -> None:
         if not isinstance(fence, Event):
             raise TypeError(f"not a fence of this device: {fence!r}")
