@@ -225,6 +225,7 @@ class OmniWorker:
         self._caches: _RegisteredCaches | None = None
         self._metadata: OmniConnectorMetadata | None = None
         self.loads_left = self._saves_left = False
+        self._blocks_ready: object = None  # the fence of the step's loads
         # The saves that follow the forward pass layer by layer.
         self.forward: Forward | None = None
         self._following: dict[int, TransferSpec] = {}
@@ -404,6 +405,11 @@ class OmniWorker:
         if metadata.weights_asked:
             self._weights.ask(metadata.weights_asked)
         self.loads_left = bool(metadata.loads)
+        # vLLM has launched what prepares blocks for the step (zeroes, copies), and nothing of the
+        # forward pass, which does not touch them. It may start loads long after it.
+        self._blocks_ready = None
+        if metadata.loads and self._caches is not None:
+            self._blocks_ready = self._caches.copier.fence()
         self._saves_left = bool(metadata.saves or metadata.void[0])
         self.forward = None
         if metadata.saves and SaveSpec in map(type, metadata.saves.values()):
@@ -434,7 +440,8 @@ class OmniWorker:
             return
         self.loads_left = False
         assert self._metadata is not None
-        self._start(self._metadata.loads)
+        fence, self._blocks_ready = self._blocks_ready, None
+        self._start(self._metadata.loads, fence)
 
     def layer_computed(self, layer: str) -> None:
         """The forward pass has computed the KV of a layer; returns at once.

@@ -59,6 +59,27 @@ def test_all_layers_are_copied_before_the_forward_pass_has_ended(engine, by_laye
     assert_clean(prefill, decode)
 
 
+def test_a_load_waits_for_no_work_of_the_step_that_starts_it(engine, tokens, monkeypatch):
+    """vLLM starts loads when it has launched the forward pass, which a device may still compute."""
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    copier = inspection.copier(decode.worker_half)
+    forward, fence = decode.runner.forward, copier.fence
+    marked, behind = [], []
+
+    def compute(step):
+        if decode.worker_half.loads_left:
+            behind.append(not marked)
+        marked.clear()
+        return forward(step)
+
+    monkeypatch.setattr(copier, "fence", lambda: marked.append(True) or fence())
+    monkeypatch.setattr(decode.runner, "forward", compute)
+    assert hand_off(prefill, decode, PROMPT) == tokens(PROMPT, 6)
+    assert behind == [False]
+    assert not decode.failures()
+    assert_clean(prefill, decode)
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_whatever_drives_the_connector(engine, by_layer, tokens, runner):
     prefill = by_layer("kv_producer", lifecycle=runner())
