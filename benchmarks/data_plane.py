@@ -28,7 +28,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import msgspec
 import numpy as np
 import torch
@@ -39,9 +38,6 @@ from omni_connector.copy.copier import BlockCopy
 from omni_connector.kv.canonical import GroupSpec, LayerSpec, SlotLayout, canonicalize
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.shm import SharedMemoryTransport
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
 
 KIB = 1024
 LAYERS = 16
@@ -329,6 +325,12 @@ def markdown(rows: list[dict[str, Any]], command: str, repeats: int) -> str:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Rates and ratios over page size, for scattered blocks."""
+    # Here, as benchmarks on GPUs use the rest of this module and have no matplotlib.
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
     pages = sorted({row["page"] for row in rows})
     figure, (rates, ratios, hybrid) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
 

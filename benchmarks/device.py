@@ -7,12 +7,8 @@ before and after each of those, as many bytes are copied in one piece between me
 and pinned memory of the host, the way that this copy goes. What was loaded is compared with what
 was saved.
 
-Also to and from slots that lie apart, and layer by layer, as a save follows the forward pass; and
-half of the layers of each slot, as an engine with more pipeline stages reads them.
-
-Then the same with the connector's jobs: saves to the own arena, and loads from the arena of another
-engine, before and after its memory was registered with the device. They go piece by piece, and each
-slot is looked at before and after.
+Also to and from slots that lie apart; and half of the layers of each slot, as an engine with more
+pipeline stages reads them. `on_gpu` has the connector's jobs, and saves that follow a forward pass.
 
     python benchmarks/device.py [--quick] [--device cuda|cpu]
 
@@ -22,46 +18,28 @@ CPUs, and shows that it runs; the results are not written.
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import torch
 from data_plane import RESULTS
-from load_beside_save import Rank
 from machine import machine
-from numpy.typing import NDArray
-from unlike_engines import InPlace
 
 from omni_connector.arena.arena import Arena
-from omni_connector.arena.pinning import Pins
 from omni_connector.copy.choice import make_copier
 from omni_connector.copy.copier import BlockCopier, BlockCopy
-from omni_connector.copy.layered import Forward, LayeredSave
 from omni_connector.kv.canonical import GroupSpec, LayerSpec, SlotLayout, canonicalize
 from omni_connector.kv.convert import PageRun
-from omni_connector.kv.spans import BlockSpans
 from omni_connector.runtime.shared_work import Helpers
-from omni_connector.transports import Endpoint
-from omni_connector.transports.shm import SharedMemoryTransport
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
 
 KIB = 1024
 LAYERS, HEADS, TOKENS = 16, 2, 16
 PAGES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
 MOVED, QUICK_MOVED = 256 << 20, 32 << 20
-THREADS = (1, 4, 0)
-OF_JOBS = (64 * KIB, 256 * KIB)
 TARGET = 0.8
-PINNED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +48,10 @@ class Row:
 
     Attributes:
         checksum: whether the slots have checksums.
-        threads: of the host that copy, where bytes pass through a buffer; 0 where none do.
     """
 
     page: int
     checksum: bool
-    threads: int
     save: float
     save_ratio: float
     load: float
@@ -170,7 +146,7 @@ def copies(
         finally:
             copier.close()
             helpers.close(5.0)
-    return row(page, checksum, 1, moved, times[1:])
+    return row(page, checksum, moved, times[1:])
 
 
 def pages_alone(
@@ -213,128 +189,7 @@ def pages_alone(
     return rate, statistics.median(plain / took for plain, took in times)
 
 
-def by_layers(device: Device, page: int, moved: int, repeats: int) -> tuple[float, float]:
-    """A save that follows a forward pass of no length: its rate, and the ratio."""
-    count = moved // (page * LAYERS)
-    with ExitStack() as stack:
-        rank = Rank(count, count, stack, page_bytes=page, copy_threads=1, device=device.name)
-        blocks = BlockSpans.of([(0, rank.blocks[:count].tolist())])
-        places = np.arange(count)
-
-        def save() -> None:
-            forward = Forward()
-            copies = LayeredSave(
-                rank.copier, rank.layer_ranges, True, forward, blocks, rank.own.slots, places
-            )
-            followed = copies.follow(lambda: False)
-            for layer_range in rank.layer_ranges.of_groups[0]:
-                for layer in layer_range.layers:
-                    forward.computed(layer, rank.copier.fence())
-                while next(followed) is True:
-                    pass
-            forward.end(rank.copier.fence())
-            copies.finish(0, places, lambda: False)
-
-        times = [device.beside(save, saving=True) for _ in range(repeats + 1)][1:]
-    rate = moved / statistics.median(took for _, took in times) / 1e9
-    return rate, statistics.median(plain / took for plain, took in times)
-
-
-class CountedPins:
-    """Counts what a copier has pinned of a peer's arena.
-
-    Attributes:
-        nbytes: of all of it.
-    """
-
-    def __init__(self, pins: Pins) -> None:
-        self._pins = pins
-        self.nbytes = 0
-
-    def pin(self, slots: NDArray[np.uint8]) -> bool:
-        """See `Pins`."""
-        pinned = self._pins.pin(slots)
-        self.nbytes += slots.nbytes if pinned else 0
-        return pinned
-
-    def unpin(self, slots: NDArray[np.uint8]) -> None:
-        """See `Pins`."""
-        self._pins.unpin(slots)
-
-
-class OtherEngine(InPlace):
-    """Maps arenas once more, as another engine would.
-
-    Args:
-        folder: for sockets.
-        pinned: whether the device reads them itself, where it can.
-    """
-
-    def __init__(self, folder: str, *, pinned: bool) -> None:
-        super().__init__()
-        self._transport = SharedMemoryTransport(folder=Path(folder))
-        self._pinned = pinned
-        self._pins: CountedPins | None = None
-
-    def add(self, arena: Arena, name: str) -> Endpoint:
-        return self._transport.export(arena, name)
-
-    def attach(self, endpoint: Endpoint, *, timeout: float) -> Any:
-        attached = self._transport.attach(endpoint, timeout=timeout)
-        pin_with = attached.pin_with
-
-        def counted(pins: Pins) -> None:
-            self._pins = CountedPins(pins)
-            if self._pinned:
-                pin_with(self._pins)
-
-        attached.pin_with = counted  # type: ignore[method-assign]
-        return attached
-
-    def wait(self, nbytes: int) -> None:
-        """Wait until so many bytes are pinned.
-
-        Raises:
-            SystemExit: they are not.
-        """
-        deadline = time.monotonic() + PINNED_S
-        while self._pins is None or self._pins.nbytes < nbytes:
-            if time.monotonic() > deadline:
-                raise SystemExit("the device does not read the arena of the other engine")
-            time.sleep(0.01)
-
-    def close(self) -> None:
-        """Let go of them."""
-        self._transport.close()
-
-
-def jobs(device: Device, page: int, threads: int, moved: int, repeats: int) -> Row:
-    """The rates of the connector's jobs, with checksums; `threads` as in `Row`."""
-    count = moved // (page * LAYERS)
-    times = []
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        other = OtherEngine(folder, pinned=not threads)
-        stack.callback(other.close)
-        rank = Rank(
-            *(count, count, stack),
-            page_bytes=page,
-            copy_threads=max(1, threads),
-            transports=other,
-            device=device.name,
-        )
-        rank.load(count)
-        if device.cuda and not threads:
-            other.wait((count - 1) * rank.theirs.slot_bytes)
-        for _ in range(repeats + 1):
-            there = device.beside(rank.save, saving=True)
-            times.append((*there, *device.beside(lambda: rank.load(count), saving=False)))
-    return row(page, True, threads, moved, times[1:])
-
-
-def row(
-    page: int, checksum: bool, threads: int, moved: int, times: Sequence[tuple[float, ...]]
-) -> Row:
+def row(page: int, checksum: bool, moved: int, times: Sequence[tuple[float, ...]]) -> Row:
     """The medians of what was timed: plain copy and save, plain copy and load."""
 
     def rate(column: int) -> float:
@@ -343,30 +198,15 @@ def row(
     def ratio(plain: int, copy: int) -> float:
         return statistics.median(each[plain] / each[copy] for each in times)
 
-    return Row(page, checksum, threads, rate(1), ratio(0, 1), rate(3), ratio(2, 3))
-
-
-def cells(row: Row, what: str) -> str:
-    """One line of a table; `what` varies beside the page size."""
-    return (
-        f"| {row.page // KIB} | {what} | {row.save:.1f} ({row.save_ratio:.2f}) | "
-        f"{row.load:.1f} ({row.load_ratio:.2f}) |"
-    )
+    return Row(page, checksum, rate(1), ratio(0, 1), rate(3), ratio(2, 3))
 
 
 def of_copies(row: Row) -> str:
     """A line of the table of copies."""
-    return cells(row, "xxh3" if row.checksum else "none")
-
-
-def of_jobs(row: Row) -> str:
-    """A line of the table of jobs."""
-    return cells(row, str(row.threads) if row.threads else "registered")
-
-
-def of_layers(page: int, rate: float, ratio: float) -> str:
-    """A line of the table of saves layer by layer."""
-    return f"| {page // KIB} | {rate:.1f} ({ratio:.2f}) |"
+    return (
+        f"| {row.page // KIB} | {'xxh3' if row.checksum else 'none'} | "
+        f"{row.save:.1f} ({row.save_ratio:.2f}) | {row.load:.1f} ({row.load_ratio:.2f}) |"
+    )
 
 
 def of_pages(page: int, checksum: bool, rate: float, ratio: float) -> str:
@@ -378,8 +218,6 @@ def markdown(
     copied: list[Row],
     apart: list[Row],
     alone: list[str],
-    layered: list[str],
-    by_jobs: list[Row],
     about: str,
     repeats: int,
 ) -> str:
@@ -416,25 +254,6 @@ def markdown(
         "|---:|---|---:|",
         *alone,
         "",
-        "## Layer by layer",
-        "",
-        "A save that follows the forward pass, of which each layer is there when the one before is "
-        "saved. The device makes the checksums at the end.",
-        "",
-        "| page KiB | save |",
-        "|---:|---:|",
-        *layered,
-        "",
-        "## The connector's jobs",
-        "",
-        "Saves to the own arena, and loads from the arena of another engine. Its memory is "
-        "registered with the device after the first load. Until then threads of the host copy its "
-        "bytes to a buffer first.",
-        "",
-        "| page KiB | threads | save | load |",
-        "|---:|---:|---:|---:|",
-        *map(of_jobs, by_jobs),
-        "",
         "![Ratios by page size](device.png)",
     ]
     return "\n".join([*lines, ""])
@@ -442,6 +261,11 @@ def markdown(
 
 def plot(rows: list[Row], path: Path) -> None:
     """The ratios by page size."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for color, checksum in enumerate((False, True)):
         those = [each for each in rows if each.checksum == checksum]
@@ -485,19 +309,12 @@ def main() -> None:
         for checksum in (False, True)
     ]
     print("\n".join(alone), flush=True)
-    layered = [of_layers(page, *by_layers(device, page, moved, repeats)) for page in pages]
-    print("\n".join(layered), flush=True)
-    by_jobs: list[Row] = []
-    for page in OF_JOBS:
-        for threads in THREADS:
-            by_jobs.append(jobs(device, page, threads, moved, repeats))
-            print(of_jobs(by_jobs[-1]), flush=True)
     if device.cuda:
         arguments.output.mkdir(parents=True, exist_ok=True)
         command = f"python benchmarks/device.py --device {arguments.device}"
         command += " --quick" if arguments.quick else ""
         about = f"`{command}`: {name}"
-        text = markdown(copied, apart, alone, layered, by_jobs, about, repeats)
+        text = markdown(copied, apart, alone, about, repeats)
         (arguments.output / "device.md").write_text(text)
         plot(copied, arguments.output / "device.png")
 

@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -62,7 +62,7 @@ class Rank:
         copier: of the caches.
         own, theirs: the arenas.
         layer_ranges: of the caches.
-        blocks: all of the caches, in the order in which they are loaded and then saved.
+        blocks: of the caches, in the order in which they are loaded and then saved.
         block_bytes: of one.
 
     Args:
@@ -72,7 +72,8 @@ class Rank:
         copy_threads: as the setting; None for the default beside an engine that computes on a core.
         transports: attach the other engine's arena.
         checksum: whether slots have checksums.
-        device: on which the caches lie.
+        views: the caches, by layer `(blocks, heads, tokens, bytes)`; None for `LAYERS` on the host.
+        make: makes the copier.
     """
 
     def __init__(
@@ -85,21 +86,27 @@ class Rank:
         copy_threads: int | None = None,
         transports: InPlace | None = None,
         checksum: bool = True,
-        device: str = "cpu",
+        views: Mapping[str, torch.Tensor] | None = None,
+        make: Callable[..., BlockCopier] = make_copier,
     ) -> None:
         count = loaded + saved
-        names = [f"model.layers.{number}" for number in range(LAYERS)]
-        buffer = torch.ones(LAYERS * count * page_bytes, dtype=torch.int8, device=device)
-        views = dict(zip(names, buffer.view(LAYERS, count, 1, 1, page_bytes), strict=True))
+        if views is None:
+            blocks = 1 + count  # block 0 is the null block, which nothing is copied to or from
+            buffer = torch.ones(LAYERS * blocks * page_bytes, dtype=torch.int8)
+            pages = buffer.view(LAYERS, blocks, 1, 1, page_bytes)
+            views = {f"model.layers.{number}": page for number, page in enumerate(pages)}
+        names = list(views)
+        shape = views[names[0]].shape
         layers = tuple(LayerSpec(name, page_bytes, page_bytes) for name in names)
-        canonical = canonicalize([GroupSpec("full_attention", 1, layers)], views, count)
+        group_spec = GroupSpec("full_attention", shape[2], layers)
+        canonical = canonicalize([group_spec], views, shape[0])
         layout = SlotLayout.of(canonical)
         group = GroupShape(
             kind="full_attention",
-            block_size=1,
+            block_size=shape[2],
             attention_type="all",
             layers=" ".join(names),
-            pages=(f"C{page_bytes}",) * LAYERS,
+            pages=(f"C{page_bytes}",) * len(names),
         )
         addresses = [{name: view.data_ptr() for name, view in views.items()}]
         layer_ranges = LayerRanges.of(canonical, layout, addresses)
@@ -112,9 +119,7 @@ class Rank:
         self._helpers = Helpers()
         default = max(1, min(4, len(os.sched_getaffinity(0)) - 1))
         self._helpers.threads = 1 + (copy_threads or default)
-        copier: BlockCopier = make_copier(
-            layer_ranges.canonical, layer_ranges.layout, self._helpers
-        )
+        copier = make(layer_ranges.canonical, layer_ranges.layout, self._helpers)
         stack.callback(copier.close)
         copier.pin(own.slots)
         self.copier, self.own, self.theirs = copier, own, theirs
@@ -132,10 +137,10 @@ class Rank:
             checksum=checksum,
             context=PROCESS_CONTEXT,
             notify=self._loads.notify,
-            threads=self._helpers.threads if device == "cpu" else 1,
+            threads=self._helpers.threads if canonical.device.type == "cpu" else 1,
         )
         self._saver = Saver(arena=own, copier=copier, layer_ranges=layer_ranges, checksum=checksum)
-        self.blocks = np.random.default_rng(7).permutation(count)
+        self.blocks = 1 + np.random.default_rng(7).permutation(shape[0] - 1)[:count]
         self._loaded, self._saved = loaded, saved
         self._generation = 0
         self.block_bytes = layout.group_bytes[0]
@@ -178,8 +183,8 @@ class Rank:
         )
         return self._loader.work(1, spec, None)
 
-    def start_save(self, *, background: bool) -> None:
-        """Start the save."""
+    def start_save(self, *, background: bool, fence: object = None) -> None:
+        """Start the save, which waits for a fence or follows a forward pass."""
         self._generation += 1
         spec = SaveSpec(
             blocks=BlockSpans.of([(0, self.blocks[self._loaded :].tolist())]),
@@ -187,12 +192,24 @@ class Rank:
             generations=np.full(self._saved, self._generation),
             keys=[b""] * self._saved,
         )
-        self._saves.submit(2, self._saver.work(2, spec, None), background=background)
+        self._saves.submit(2, self._saver.work(2, spec, fence), background=background)
 
     def end_save(self) -> tuple[float, bool]:
         """Wait for the end of the save; its own seconds, and whether it was under way until now."""
         was_under_way = not self._saves.has_ended
         return self._end(self._saves).seconds, was_under_way
+
+    def follow(self) -> None:
+        """Tell the save that the forward pass that it follows has come further."""
+        self._saves.notify()
+
+    def start_load(self, blocks: int) -> None:
+        """Start to load so many blocks."""
+        self._loads.submit(1, self._load(blocks))
+
+    def ended(self) -> list[Outcome]:
+        """The jobs that have ended since the last call."""
+        return [*self._saves.take_ended(), *self._loads.take_ended()]
 
     def _do(self, thread: CopyThread, work: Work) -> None:
         thread.submit(1, work)
