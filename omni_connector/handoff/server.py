@@ -37,6 +37,8 @@ logger = logging.getLogger("vllm.omni_connector.handoff")
 
 OTHER_WEIGHTS: Final = "other_weights"
 """Why a lease is denied to an engine of other weights, or of weights that cannot be compared."""
+UNHANDLED: Final = "it could not be handled"
+"""What a peer is told of a message that has raised an exception."""
 
 MAX_SESSIONS: Final = 4096
 """Most introduced peers that are remembered at a socket. A peer that is forgotten introduces itself
@@ -139,7 +141,7 @@ class ControlServer:
         except Exception:  # noqa: BLE001 - it is logged, once
             self._failed("A message of a peer could not be handled, and the peer was refused")
             self._introduced[connection.listener].pop(connection.name, None)
-            return Refused("message", "", "it could not be handled")
+            return Refused("message", "", UNHANDLED)
 
     def _handle(self, connection: PeerConnection, message: Request) -> Reply | None:
         match message:

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from PIL import Image
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -41,7 +42,7 @@ def digest(features: list[MultiModalFeatureSpec]) -> bytes:
         pooling_params=None,
         mm_features=features,
     )
-    prompt = prompt_of(request, len(TOKENS) - 1, 0)
+    prompt = prompt_of(request, len(TOKENS) - 1, 0, torch.float32)
     assert prompt is not None
     return prompt.digest("tokens")
 

@@ -19,7 +19,7 @@ from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.client import LeaseDeniedError, PendingLease
 from omni_connector.handoff.leases import SlotDirectory
 from omni_connector.handoff.messages import LeaseDenied, LeaseRequest, Refused, decode_reply, encode
-from omni_connector.handoff.server import ControlServer
+from omni_connector.handoff.server import UNHANDLED, ControlServer
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.peers import HostPort
 from omni_connector.net.zeromq import MAX_MESSAGE_BYTES, make_context, prepare_tcp
@@ -85,7 +85,7 @@ def serving() -> Iterator[Parser]:
                         return said
                     said = f"denied: {reply.reason}"
                 elif isinstance(reply, Refused):
-                    assert reply.field != "message", "the server could not handle it"
+                    assert reply.theirs != UNHANDLED
                     said = "refused"
                 else:
                     said = True

@@ -24,7 +24,7 @@ from omni_connector.handoff.messages import (
     encode,
 )
 from omni_connector.handoff.prompt import Prompt
-from omni_connector.handoff.server import ControlServer, PeerConnection
+from omni_connector.handoff.server import UNHANDLED, ControlServer, PeerConnection
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.runtime.context import EngineContext
@@ -186,7 +186,7 @@ class _Served:
         assert decode_reply(encode(reply)) == reply
         if isinstance(reply, Refused):
             # What falls into the server's last net got through all the others.
-            assert reply.field != "message", "the server could not handle it"
+            assert reply.theirs != UNHANDLED
             return f"refused for its {reply.field.split(' ')[0]}"
         return f"denied: {reply.reason}" if isinstance(reply, LeaseDenied) else True
 

@@ -122,7 +122,7 @@ def counted(monkeypatch):
     return counted
 
 
-def run_those(wanted, seeds=range(150)):
+def run_those(wanted, seeds):
     """Run the plans of these seeds that are wanted; all must hold."""
     plans = [plan_of(seed) for seed in seeds]
     with laboratory():
@@ -145,14 +145,14 @@ def test_engines_of_a_host_find_blocks_in_each_other_s_arenas_and_in_their_own(c
 
 
 def test_engines_of_a_host_find_states_in_each_other_s_arenas_and_in_their_own(counted):
-    run_those(lambda plan: plan.engines[0].hosts and has_states(plan.engines[0].family))
+    run_those(lambda plan: plan.engines[0].hosts and has_states(plan.engines[0].family), range(100))
     assert counted["tokens_from_host"] > 50
     assert counted["tokens_kept"] > 5
 
 
 def test_engines_of_different_block_sizes_hand_off(counted):
-    run_those(lambda plan: len({engine.block_size for engine in plan.engines}) > 1)
-    assert counted["handoffs_received"] > 50
+    run_those(lambda plan: len({engine.block_size for engine in plan.engines}) > 1, range(50))
+    assert counted["handoffs_received"] > 15
 
 
 def test_with_machine_code_and_without_it_a_seed_is_the_same_schedule(monkeypatch):
@@ -180,12 +180,8 @@ def test_the_time_that_passes_is_virtual():
 
 
 def test_a_fault_is_found_and_told_with_few_events(monkeypatch):
-    """What it is for: here leases go with the first child of n > 1."""
-
-    def release(self, token, lease):
-        self.close(token)
-
-    monkeypatch.setattr(SlotDirectory, "release", release)
+    """What it is for: here leases stay until their time is over."""
+    monkeypatch.setattr(SlotDirectory, "release", lambda self, token, lease: None)
     verdict = next(campaign(range(300)))
     assert verdict.failure is not None
     assert len(verdict.plan.events) <= len(plan_of(verdict.seed).events)
