@@ -163,7 +163,6 @@ def reader(pool: Pool, folder: Path, host: str, core: int = 0) -> Iterator[Reade
         found.close()
 
 
-@pytest.mark.timeout(600)  # a dozen commands, of which some import torch
 def test_one_host(engine_pool: Pool, tmp_path: Path) -> None:
     """Quickstart, then what pages tell of running engines."""
     with netns.two_hosts() as cable, reader(engine_pool, tmp_path / "home", cable.left.name) as who:

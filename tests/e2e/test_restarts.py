@@ -22,7 +22,7 @@ from .pool import Pool
 from .prompts import new_salt, random_prompt
 
 # An engine that is not forked starts, beside all that uses the cores then.
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 WAIT_S = 60.0
 SAVED = "vllm:omni_connector_blocks_saved_total"

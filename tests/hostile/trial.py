@@ -48,7 +48,7 @@ class Tally:
         name: the parser's.
         inputs: how many there were.
         refused: how many were refused, by the name of the error or refusal.
-        seconds: that parsing took, without the making of inputs.
+        seconds: of the process's own time that parsing took, without the making of inputs.
         slowest_s: the longest that one input took.
         peak_bytes: the most memory that Python took for one input; 0 where that was not measured.
         grown_bytes: how much larger the process's memory has become.
@@ -114,12 +114,12 @@ def _try(parser: Parser, hostile: Any, tally: Tally, *, traced: bool) -> None:
     if traced:
         before, _ = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         answer = parser.parse(hostile)
     except parser.refusals as error:
         answer = type(error).__name__
-    took = time.perf_counter() - start
+    took = time.process_time() - start
     tally.inputs += 1
     tally.seconds += took
     tally.slowest_s = max(tally.slowest_s, took)

@@ -7,7 +7,7 @@ import pytest
 
 from .beside import SEEDS, Run
 
-pytestmark = [pytest.mark.vllm, pytest.mark.beside, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.vllm, pytest.mark.beside, pytest.mark.timeout(3600)]
 
 
 @pytest.mark.parametrize("half", ["known", "new"])

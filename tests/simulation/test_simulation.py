@@ -37,7 +37,7 @@ def test_a_seed_is_the_same_schedule_each_time():
 
 
 @pytest.mark.beside
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_a_seed_is_the_same_schedule_however_strings_are_hashed(stories):
     """Of other processes too, where objects lie elsewhere and vLLM draws what its hashes begin
     with."""

@@ -34,7 +34,6 @@ def manager(**config: Any) -> OmniKVTransferManager:
     )
 
 
-@pytest.mark.timeout(60)
 def test_a_sequence_travels_to_the_stage_that_is_told_its_sender() -> None:
     port = free_port() - KV_OFFSET
     layers = [sequence(37, heads=2, dim=32, block_size=16, num_blocks=9, seed=s) for s in range(3)]
@@ -56,7 +55,6 @@ def test_a_sequence_travels_to_the_stage_that_is_told_its_sender() -> None:
         assert sender.stats.sent == receiver.stats.received == 1
 
 
-@pytest.mark.timeout(60)
 def test_ranks_without_a_port_send_to_the_ranks_of_a_request_that_names_their_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -34,7 +34,6 @@ def _run(spawn, place: Path, kind: str, world: int) -> list[list[Any]]:
     return said
 
 
-@pytest.mark.timeout(180)
 def test_without_tensor_parallelism_rank_0_receives_and_gives_to_all(spawn, place, shared) -> None:
     sender = shared()
     seq, text = sequence(seed=1), sequence(seed=2)
@@ -64,7 +63,6 @@ def test_without_tensor_parallelism_rank_0_receives_and_gives_to_all(spawn, plac
     assert second[5:] == ["broken group"]
 
 
-@pytest.mark.timeout(180)
 def test_with_tensor_parallelism_alone_each_rank_receives(spawn, place, shared) -> None:
     seqs = [sequence(seed=rank) for rank in range(2)]
     for rank, seq in enumerate(seqs):
@@ -78,7 +76,6 @@ def test_with_tensor_parallelism_alone_each_rank_receives(spawn, place, shared) 
         assert said[3] == {"raised": "disk"}
 
 
-@pytest.mark.timeout(240)
 def test_with_branches_the_first_of_the_same_tensor_parallel_rank_receives(
     spawn, place, shared
 ) -> None:
@@ -99,7 +96,6 @@ def test_with_branches_the_first_of_the_same_tensor_parallel_rank_receives(
     assert [lines[3]["received"] for lines in said[2:]] == [False] * 2
 
 
-@pytest.mark.timeout(240)
 def test_with_a_shared_sequence_the_first_of_the_same_tensor_parallel_rank_receives(
     spawn, place, shared
 ) -> None:
@@ -133,7 +129,6 @@ def _nothing(case: str, said: Any = False) -> list[Any]:
     return [case, said, "old", False, False]
 
 
-@pytest.mark.timeout(240)
 def test_tensor_parallel_ranks_use_what_came_to_all_of_them_or_nothing(
     spawn, place, shared
 ) -> None:
@@ -154,7 +149,6 @@ def test_tensor_parallel_ranks_use_what_came_to_all_of_them_or_nothing(
     assert [case, *kept] == ["dead", "old", False, False]
 
 
-@pytest.mark.timeout(240)
 def test_ranks_that_give_to_others_agree_before_they_do(spawn, place, shared) -> None:
     seqs = _send_halves(shared)
     for rank, said in enumerate(_run(spawn, place, "both", 4)):

@@ -58,7 +58,6 @@ def _received(kv, request_id: str, timeout: float = 60.0) -> list | None:
     return data and data["layer_blocks"]["key_cache"][0].tolist()
 
 
-@pytest.mark.timeout(120)
 def test_ar_to_diffusion_transfer(spawn, shared, tmp_path: Path) -> None:
     layers = [
         sequence(37, heads=2, dim=32, block_size=16, num_blocks=9, dtype=torch.bfloat16, seed=seed)
@@ -91,7 +90,6 @@ def test_ar_to_diffusion_transfer(spawn, shared, tmp_path: Path) -> None:
     assert different["output"] != different["itself"]
 
 
-@pytest.mark.timeout(120)
 def test_a_sender_that_dies_takes_its_objects_along_and_leaves_nothing(peer, shared, place) -> None:
     sender, receiver = peer(), shared()
     assert _do(sender, send="a", seed=1) is True
@@ -109,7 +107,6 @@ def test_a_sender_that_dies_takes_its_objects_along_and_leaves_nothing(peer, sha
     assert len([path for path in place.rglob("o-*") if path.is_socket()]) == 1
 
 
-@pytest.mark.timeout(120)
 def test_a_receiver_that_dies_waiting_is_nobodys_loss(peer, shared) -> None:
     receiver, sender = peer(), shared()
     _order(receiver, receive="r", timeout=60)
@@ -124,7 +121,6 @@ def test_a_receiver_that_dies_waiting_is_nobodys_loss(peer, shared) -> None:
     assert _received(shared(), "r") == _key(1)
 
 
-@pytest.mark.timeout(120)
 def test_several_receivers_get_it_and_each_of_them_once(peer, shared) -> None:
     sender, here, last = shared(), shared(), shared()
     there = peer()

@@ -22,9 +22,6 @@ from omni_connector.testing.ports import free_port
 
 from ..masters import Master
 
-# The first test waits for all reports: about a minute, more where other tests have the cores.
-pytestmark = pytest.mark.timeout(700)
-
 PRELUDE = """
 import json, os, signal, sys, threading, time, traceback, types
 root, runtime, master, engine_port = sys.argv[1:]
