@@ -21,6 +21,9 @@ from on_gpu.accelerator import GIB, MIB, Accelerator, Report, Sizes, counted, pi
 _OPERATIONS: Final = 200
 """Of each graph."""
 
+_AGAIN_S: Final = 0.05
+"""Seconds after which an arena is tried again of which pieces were refused."""
+
 _STARTED_S: Final = 10.0
 """Longest wait for a thread's first piece, and for its end."""
 
@@ -67,6 +70,8 @@ class Pinning:
         while not self._end.is_set():
             _, taken = pin_all(self._copier, self._pieces, self._end.is_set, self._begun.set)
             self.taken += taken
+            if taken["refused"]:
+                self._end.wait(_AGAIN_S)
 
 
 def pin_all(
@@ -99,13 +104,13 @@ def measure(device: Accelerator, sizes: Sizes, report: Report) -> None:
     with ExitStack() as stack:
         slot = min(4 * MIB, sizes.arena // 4)
         before = device.free()
-        copier = _copier(device, slot)
-        stack.callback(copier.close)
         arena = stack.enter_context(_populated(slot, sizes, report))
         work = _work(device)
         report("captures", beside="nothing", **_captures(device, work, sizes.graphs))
         report("launches", beside="nothing", **_launches(device, sizes.launches))
         for size in _PIECES:
+            copier = _copier(device, slot)  # anew, as one that was refused may ask for nothing more
+            stack.callback(copier.close)
             count = max(1, min(size // slot, len(arena.slots) // 2))
             pieces = [arena.slots[at : at + count] for at in range(0, len(arena.slots), count)]
             free = device.free()

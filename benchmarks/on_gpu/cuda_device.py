@@ -2,6 +2,7 @@
 """One CUDA device, and the calls of its driver that torch has not got."""
 
 import ctypes
+import gc
 import os
 from collections.abc import Callable
 from ctypes import byref
@@ -99,6 +100,7 @@ class Cuda:
 
     def free(self) -> int:
         """See `Accelerator`."""
+        gc.collect()  # a KV cache that is let go of may lie in a cycle
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(0)
         return free
