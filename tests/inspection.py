@@ -815,6 +815,12 @@ def copier(half: "OmniWorker") -> Any:
     return half._caches.copier
 
 
+def followed(half: "OmniWorker") -> list[Any]:
+    """Return what a rank's device is to pin, mapping by mapping."""
+    caches = half._caches
+    return [] if caches is None else caches.pinning._memories
+
+
 def end_answers(connector: "OmniKVConnector") -> None:
     """Have a rank answer its scheduler half no more."""
     end = connector._worker._end_answers

@@ -152,7 +152,7 @@ QUICK: Final = Sizes(
 
 def pin(copier: BlockCopier, slots: NDArray[np.uint8]) -> bool:
     """Have the product pin slots; whether the device has taken them."""
-    return copier.pin(slots)
+    return copier.pin(slots) == 0
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:

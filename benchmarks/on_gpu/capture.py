@@ -147,9 +147,9 @@ def _populated(slot: int, sizes: Sizes, report: Report) -> Arena:
     """An arena all of whose memory is there, as the connector populates it."""
     there = 0
 
-    def populated(slots: NDArray[np.uint8]) -> None:
+    def populated(slots: NDArray[np.uint8], end: int) -> None:
         nonlocal there
-        there += len(slots)
+        there = end
 
     began = time.perf_counter()
     arena = Arena.create(sizes.arena // slot, slot, prefault=True, populated=populated)

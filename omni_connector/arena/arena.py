@@ -41,7 +41,7 @@ from omni_connector.arena.format import (
 )
 from omni_connector.arena.huge_pages import HugePages, pool
 from omni_connector.arena.memory_nodes import ARENA_NAME, MemoryNodes
-from omni_connector.arena.pinning import PinnedPieces, Pins
+from omni_connector.arena.pinning import PinnedMemory, Pins
 from omni_connector.arena.prefault import (
     Prefaulter,
     ReaderPrefaulter,
@@ -232,7 +232,7 @@ class Arena(_Mapping):
         prefault: bool = False,
         huge_pages: HugePages = "auto",
         randbytes: Callable[[int], bytes] = os.urandom,
-        populated: Callable[[NDArray[np.uint8]], object] = lambda slots: None,
+        populated: Callable[[NDArray[np.uint8], int], object] = lambda slots, end: None,
         node: int | None = None,
     ) -> Self:
         """Make an arena of `n_slots` slots of `slot_bytes` bytes, all of them free.
@@ -245,8 +245,8 @@ class Arena(_Mapping):
             huge_pages: `auto` takes the huge pages that the kernel gives to shared memory,
                 `hugetlb` reserved ones, `off` none.
             randbytes: draws the epoch, which names this arena.
-            populated: called on another thread with slots whose memory is allocated now:
-                consecutive ones, in order, each once.
+            populated: called on another thread with the slots, and the end of those whose memory
+                is allocated now.
             node: the memory node that its pages are to lie on; None for where they are touched.
 
         Raises:
@@ -289,7 +289,8 @@ class Arena(_Mapping):
             ) from error
         arena = cls(fd, mapped, geometry, epoch)
         if prefault:
-            progress = _PopulatedSlots(arena.slots, geometry.slots_at, populated)
+            slots = arena.slots
+            progress = _PopulatedSlots(slots, geometry.slots_at, lambda end: populated(slots, end))
             arena._prefaulter = Prefaulter(fd, mapped, huge_pages, populated=progress, node=node)
         return arena
 
@@ -485,34 +486,33 @@ class _PopulatedSlots:
     Args:
         slots: of the arena.
         slots_at: the byte at which they begin.
-        populated: called with the slots that have memory now, and had none at the last call.
+        populated: called with the end of the slots that have memory, when there are more.
     """
 
     def __init__(
         self,
         slots: NDArray[np.uint8],
         slots_at: int,
-        populated: Callable[[NDArray[np.uint8]], object],
+        populated: Callable[[int], object],
     ) -> None:
         self._slots = slots
         self._slots_at = slots_at
         self._populated = populated
-        self._first = 0
+        self._end = 0
 
     def __call__(self, end: int) -> None:
         """All bytes of the file before `end` are allocated."""
-        first = self._first
         slots = min(len(self._slots), max(0, end - self._slots_at) // self._slots.shape[1])
-        if slots > first:
-            self._first = slots
-            self._populated(self._slots[first:slots])
+        if slots > self._end:
+            self._end = slots
+            self._populated(slots)
 
 
 class ArenaView(_Mapping):
     """A reader's side of an arena: a read-only mapping of a memfd that a peer sent."""
 
     _prefaulter: ReaderPrefaulter | None = None
-    _pinned: PinnedPieces | None = None
+    _pinned: PinnedMemory | None = None
     _to_pin: _PopulatedSlots | None = None
     _fd = -1  # of the memfd; -1 where the process had no descriptor left
     _unread = False  # the slots were not read yet, and the first read prefaults
@@ -584,9 +584,10 @@ class ArenaView(_Mapping):
         """Have slots pinned after the first read, in the background, as far as the owner has
         allocated their memory; of what it allocates later, after later reads. `close` lets go of
         them."""
-        self._pinned = PinnedPieces(pins)
+        slots = super().slots
+        self._pinned = pins.follow(slots)
         slots_at = ArenaGeometry(self.n_slots, self.slot_bytes).slots_at
-        self._to_pin = _PopulatedSlots(super().slots, slots_at, self._pinned.pin)
+        self._to_pin = _PopulatedSlots(slots, slots_at, self._pinned.populated)
 
     def mapped_until(self, end: int) -> None:
         """All bytes of the file before `end` have memory, which is mapped."""
@@ -642,8 +643,9 @@ class ArenaView(_Mapping):
         if self._prefaulter is not None:
             self._prefaulter.stop()
         self._to_pin = None  # it would keep the mapping alive
-        if self._pinned is not None:
-            self._pinned.close()
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            pinned.close()
         super().close()
 
     def abandon(self) -> None:

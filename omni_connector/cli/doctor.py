@@ -31,7 +31,7 @@ from omni_connector.arena.size import (
     ORDINARY_PART,
     USEFUL_CACHES,
 )
-from omni_connector.cli.readings import Reading, lost_threads
+from omni_connector.cli.readings import Reading, lost_threads, unpinned
 from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings
 from omni_connector.errors import ConfigError, OmniError
 from omni_connector.net.keys import load_key
@@ -247,7 +247,8 @@ def _engines(config: OmniConfig) -> str:
     wrong += [f"{label(each.engine_id)} is silent, and its log may say why" for each in silent]
     if wrong:
         raise CheckFailedError("; ".join(wrong))
-    return f"{len(reading.engines)} in namespace {config.namespace}; none has lost a thread"
+    told = f"{len(reading.engines)} in namespace {config.namespace}; none has lost a thread"
+    return "; ".join([told, *unpinned(reading.engines)])
 
 
 def _shared_memory() -> str:

@@ -65,6 +65,17 @@ def lost_threads(engines: Iterable[EngineStatus]) -> list[str]:
     ]
 
 
+def unpinned(engines: Iterable[EngineStatus]) -> list[str]:
+    """A remark on each engine whose devices have not pinned all memory of arenas."""
+    return [
+        f"GPUs of {label(each.engine_id)} have not pinned {each.unpinned_bytes / 2**30:.1f} of "
+        f"{(each.pinned_bytes + each.unpinned_bytes) / 2**30:.1f} GiB of arenas, which they copy "
+        "at a fraction of the speed; its log may say why"
+        for each in engines
+        if each.unpinned_bytes
+    ]
+
+
 @dataclass(frozen=True)
 class Reading:
     """The state of a namespace's engines at one moment.
@@ -74,7 +85,8 @@ class Reading:
         folder: its runtime folder.
         time: Unix time, in seconds.
         engines: the living engines, sorted by engine id.
-        remarks: the files that were skipped, and why; the engines that have lost threads.
+        remarks: the files that were skipped, and why; the engines that have lost threads, or have
+            memory that is not pinned.
     """
 
     namespace: str
@@ -99,7 +111,8 @@ class Reading:
             engines = []
             remarks = [plain(f"{folder} cannot be read: {error}")]
         engines.sort(key=lambda each: (each.engine_id, each.started))
-        return cls(namespace, folder, time.time(), engines, [*lost_threads(engines), *remarks])
+        remarks = [*lost_threads(engines), *unpinned(engines), *remarks]
+        return cls(namespace, folder, time.time(), engines, remarks)
 
     def state(self, engine: EngineStatus) -> str:
         """Return `live` or `silent`; see `SILENT_S`."""
@@ -120,6 +133,8 @@ class Reading:
             pid=0,
             ranks=sum(each.ranks for each in self.engines),
             arena_bytes=sum(each.arena_bytes for each in self.engines),
+            pinned_bytes=sum(each.pinned_bytes for each in self.engines),
+            unpinned_bytes=sum(each.unpinned_bytes for each in self.engines),
             started=min((each.started for each in self.engines), default=0.0),
             usage=Usage(
                 *(

@@ -75,10 +75,12 @@ class BlockCopier(ABC):
         speed: about how many times as many bytes it copies in a second as one core of the host. As
             many more are copied at once, so that what jobs cost beside the copies stays small.
         makes_part_sums: whether it may write to `BlockCopy.sums`.
+        pinned_at_once: bytes of slots that `pin` is given at once; 0 where it has no use for that.
     """
 
     speed: int = 1
     makes_part_sums: bool = False
+    pinned_at_once: int = 0
 
     def __init__(self, layout: SlotLayout) -> None:
         self._layout = layout
@@ -210,9 +212,8 @@ class BlockCopier(ABC):
             fence: what `fence` returned; the zeroing waits for it.
         """
 
-    @abstractmethod
-    def pin(self, slots: NDArray[np.uint8]) -> bool:
-        """Prepare slots for faster copies, where the device knows any; optional.
+    def pin(self, slots: NDArray[np.uint8]) -> int:
+        """Let the device copy to and from slots by itself, which is faster.
 
         May be called on any thread, for some slots after others, and during copies.
 
@@ -221,15 +222,15 @@ class BlockCopier(ABC):
                 memory is allocated if it is not there yet.
 
         Returns:
-            Whether the device has taken them; where it has not, it takes no others of which as much
-            may be written either.
+            0 where the device has taken them, else its error code; see `pinning`.
         """
+        return 0  # the host reads all of its memory equally well
 
-    @abstractmethod
     def unpin(self, slots: NDArray[np.uint8]) -> None:
         """Let go of slots that one call of `pin` has taken; no copy of them may be under way. May
         be called on any thread; after `close` it does nothing.
         """
+        return
 
     @abstractmethod
     def close(self) -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A CUDA stream beside the engine's own."""
 
-import contextlib
+import ctypes
 import logging
 import threading
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -33,10 +34,50 @@ def pci_address() -> str | None:
     return f"{domain:04x}:{bus:02x}:{number:02x}.0"
 
 
-# Of cudaHostRegister: pinned for every context of the process and mapped for kernels; and never
+# Of cuMemHostRegister: pinned for every context of the process and mapped for kernels; and never
 # written by the device.
 _PORTABLE: Final = 1 | 2
 _READ_ONLY: Final = 8
+
+_RELAXED: Final = 2
+"""Of CUstreamCaptureMode: what this thread calls is no concern of a capture by another thread."""
+
+_CLOSED: Final = 4
+"""CUDA's error of a call after everything was torn down."""
+
+
+class _Driver:
+    """Calls of the driver that torch has not got, on one device.
+
+    torch's runtime would remember an error of such a call, and tell it to the thread's next kernel.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.cuda._utils._get_device_index(device, optional=True)
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self._ready = threading.local()
+
+    def call(self, name: str, *arguments: Any) -> int:
+        """The code of a call, 0 if it worked; the device's context is the thread's."""
+        self.relax()
+        code: int = getattr(self._library, name)(*arguments)
+        return code
+
+    def relax(self) -> None:
+        """Let this thread work while another one captures a graph: else each call that may wait for
+        the device would break the capture. Not for the thread that captures."""
+        if getattr(self._ready, "done", False):
+            return
+        self._ready.done = True
+        device = ctypes.c_int()
+        context = ctypes.c_void_p()
+        self._library.cuDeviceGet(ctypes.byref(device), self._device)
+        # The context that torch uses. Nobody releases it, as it goes with the process.
+        self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        self._library.cuCtxSetCurrent(context)
+        mode = ctypes.c_int(_RELAXED)
+        self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
 
 _HASHED_AT_ONCE: Final = 2
 """Batches, one for each staging buffer. A device hashes a few long slots on few of its cores, which
@@ -92,6 +133,7 @@ class CudaStream(Stream):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._driver = _Driver(device)
         # The arena is registered piece by piece on one thread, and let go of on another.
         self._registering = threading.Lock()
         self._registered: set[int] = set()  # addresses
@@ -101,6 +143,7 @@ class CudaStream(Stream):
         self._hashing = [_Hashing(device) for _ in range(_HASHED_AT_ONCE)]
 
     def active(self) -> AbstractContextManager[object]:
+        self._driver.relax()
         # Entering a stream also makes its device the current one.
         return torch.cuda.stream(self._stream)
 
@@ -110,6 +153,7 @@ class CudaStream(Stream):
         return event
 
     def reached(self, fence: object) -> bool:
+        self._driver.relax()
         return bool(_event(fence).query())  # type: ignore[no-untyped-call]
 
     def wait(self, fence: object) -> None:
@@ -154,25 +198,17 @@ class CudaStream(Stream):
         assert self._rows is not None
         self._rows.move(staged, rows, to_host=to_host)
 
-    def pin(self, slots: NDArray[np.uint8]) -> bool:
+    def pin(self, slots: NDArray[np.uint8]) -> int:
         address = slots.ctypes.data
         with self._registering:
-            if self._closed or address in self._registered:
-                return False
-            # A refusal (a kernel limit, memory that cannot be registered) leaves the pinned
-            # buffers, which are always right.
+            if self._closed:
+                return _CLOSED
             flags = _PORTABLE if slots.flags.writeable else _PORTABLE | _READ_ONLY
-            with torch.cuda.device(self._device):
-                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-                code = runtime.cudaHostRegister(address, slots.nbytes, flags)
-            if int(code) != 0:
-                # The runtime remembers the refusal, and tells it to the next kernel of this thread:
-                # to this one, and not to one of the engine's.
-                with contextlib.suppress(RuntimeError):
-                    torch.zeros(1, device=self._device)
-                return False
-            self._registered.add(address)
-            return True
+            place = ctypes.c_void_p(address), ctypes.c_size_t(slots.nbytes)
+            code = self._driver.call("cuMemHostRegister_v2", *place, ctypes.c_uint(flags))
+            if not code:
+                self._registered.add(address)
+            return code
 
     def unpin(self, slots: NDArray[np.uint8]) -> None:
         with self._registering:
@@ -186,8 +222,7 @@ class CudaStream(Stream):
     def _let_go(self, addresses: set[int]) -> None:
         # Holds the lock.
         self._registered = self._registered - addresses
-        with torch.cuda.device(self._device):
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            codes = [int(runtime.cudaHostUnregister(each)) for each in addresses]
+        unregister = partial(self._driver.call, "cuMemHostUnregister")
+        codes = [unregister(ctypes.c_void_p(each)) for each in addresses]
         if any(codes):  # after a failure of the device, all do; its memory goes with the process
-            logger.warning("cudaHostUnregister failed with CUDA errors %s", sorted(set(codes)))
+            logger.warning("cuMemHostUnregister failed with CUDA errors %s", sorted(set(codes)))

@@ -157,13 +157,6 @@ class CpuCopier(BlockCopier):
     def reached(self, fence: object) -> bool:
         return True
 
-    def pin(self, slots: NDArray[np.uint8]) -> bool:
-        """Do nothing: the host reads all of its memory equally well."""
-        return False
-
-    def unpin(self, slots: NDArray[np.uint8]) -> None:
-        """Nothing is pinned."""
-
     def begin(
         self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
     ) -> NDArray[np.uint64] | None:

@@ -345,6 +345,7 @@ class TracedCopier(BlockCopier):
         super().__init__(layer_ranges.layout)
         self.speed = inner.speed
         self.makes_part_sums = inner.makes_part_sums
+        self.pinned_at_once = inner.pinned_at_once
         self._inner = inner
         self._trace = trace
         self._layers = {
@@ -395,7 +396,7 @@ class TracedCopier(BlockCopier):
         self._inner.zero(group, block_ids, fence=fence)
         self._trace.span("zero", began, group=group, blocks=len(block_ids))
 
-    def pin(self, slots: NDArray[np.uint8]) -> bool:
+    def pin(self, slots: NDArray[np.uint8]) -> int:
         return self._inner.pin(slots)
 
     def unpin(self, slots: NDArray[np.uint8]) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena
 from omni_connector.arena.part_sums import PartSums, SumsLayout
+from omni_connector.arena.pinning import Pins
 from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.copy.jobs import LoadSpec, batch_blocks
 from omni_connector.copy.load_plans import LoadPlans, LoadStep, SlotPart
@@ -93,6 +94,7 @@ class Loader:
         threads: that share one copy.
         own: the arena of this rank and its endpoints; None where it has none.
         keeps_orphans: whether mapped arenas outlive their owners here.
+        pins: has the device read mapped arenas itself; used until `close`.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Loader:
         threads: int = 1,
         own: tuple[Arena, tuple[Endpoint, ...]] | None = None,
         keeps_orphans: bool = False,
+        pins: Pins | None = None,
     ) -> None:
         self._threads = PeerThreads(context.start, notify)
         self._arenas = PeerArenas(
@@ -121,7 +124,7 @@ class Loader:
             context,
             own=None if own is None else {own[1]: OwnArena(own[1][0], own[0])},
             keeps_orphans=keeps_orphans,
-            pins=copier,
+            pins=pins,
         )
         mapped = batch_blocks(layout, copier.speed)
         self._rank = _Rank(

@@ -402,6 +402,7 @@ class StagedCopier(BlockCopier):
 
     speed = 16
     direct_bytes = 4 << 20
+    pinned_at_once = 1 << 30
 
     def __init__(
         self,
@@ -427,7 +428,6 @@ class StagedCopier(BlockCopier):
         # Replaced under the lock. Copies on other threads look at it without.
         self._pinned = _Pinned.none()
         self._pinning = threading.Lock()
-        self._refused: set[bool] = set()  # slots by whether they may be written
         # The staging buffers serve one call at a time.
         self._lock = threading.Lock()
 
@@ -437,15 +437,13 @@ class StagedCopier(BlockCopier):
     def reached(self, fence: object) -> bool:
         return self._stream.reached(fence)
 
-    def pin(self, slots: NDArray[np.uint8]) -> bool:
-        writable = slots.flags.writeable
-        if writable in self._refused or not self._stream.pin(slots):
-            self._refused.add(writable)
-            return False
+    def pin(self, slots: NDArray[np.uint8]) -> int:
+        if code := self._stream.pin(slots):
+            return code
         address = slots.ctypes.data
         with self._pinning:
             self._pinned = self._pinned.beside(address, address + slots.nbytes)
-        return True
+        return 0
 
     def unpin(self, slots: NDArray[np.uint8]) -> None:
         with self._pinning:

@@ -132,11 +132,11 @@ class Stream(ABC):
         """
 
     @abstractmethod
-    def pin(self, slots: NDArray[np.uint8]) -> bool:
+    def pin(self, slots: NDArray[np.uint8]) -> int:
         """Let this stream copy to and from `slots` itself, or only from them where they are
-        read-only; returns whether it can.
+        read-only; returns 0 where it can, else the device's error code.
 
-        May be called on any thread; after `close` it returns False.
+        May be called on any thread; after `close` it refuses.
         """
 
     @abstractmethod

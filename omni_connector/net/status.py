@@ -121,6 +121,8 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
         vllm, omni_connector: their versions.
         ranks: how many have an arena, of all its pipeline stages together.
         arena_bytes: of the arenas of all ranks; 0 where it has none.
+        pinned_bytes: of all arenas that its ranks read, how much their devices have pinned.
+        unpinned_bytes: of the same, how much has memory that they have not pinned.
         loopback_key: whether its ports on loopback have the key of the runtime folder.
         started, written: seconds of Unix time. All else is as of `written` or later.
         usage: as it is now.
@@ -144,6 +146,8 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
     omni_connector: _Text = ""
     ranks: _Count = 1
     arena_bytes: _Count = 0
+    pinned_bytes: _Count = 0
+    unpinned_bytes: _Count = 0
     loopback_key: bool = False
     started: _Amount = 0.0
     written: _Amount = 0.0
@@ -266,8 +270,8 @@ class StatusFile:
 class StatusReport:
     """Keeps the file of an engine up to date.
 
-    `add`, `prompt` and `close` are for the engine's thread, `tick` for the control channel's. The
-    lock between them is held by nobody who reads or writes a file.
+    `tick` is for the control channel's thread, the other methods for the engine's. The lock between
+    them is held by nobody who reads or writes a file.
 
     Args:
         file: of the engine.
@@ -305,6 +309,7 @@ class StatusReport:
         self._clock = context.clock
         self._lock = context.lock()
         self._prompt_tokens = self._cached_tokens = 0
+        self._pinned_bytes = self._unpinned_bytes = 0
         self._counts = Counter(engine.counts)
         self._failures: Counter[str] = Counter()
         self._peers: Counter[str] = Counter()
@@ -337,6 +342,12 @@ class StatusReport:
         with self._lock:
             self._prompt_tokens += tokens
             self._cached_tokens += min(tokens, cached)
+
+    def pinned(self, pinned: int, unpinned: int) -> None:
+        """The devices have pinned so many bytes of arenas, and not so many others."""
+        with self._lock:
+            self._pinned_bytes = pinned
+            self._unpinned_bytes = unpinned
 
     def tick(self) -> bool:
         """Obey orders, and write what has changed, if the last time is long enough ago. Raises
@@ -390,6 +401,8 @@ class StatusReport:
                 self._engine,
                 usage=usage,
                 service=service,
+                pinned_bytes=self._pinned_bytes,
+                unpinned_bytes=self._unpinned_bytes,
                 prompt_tokens=self._prompt_tokens,
                 cached_tokens=self._cached_tokens,
                 counts=dict(self._counts),

@@ -56,6 +56,9 @@ GAUGES: Final = {
     "slots_pinned": "Slots of them that are pinned.",
     "slots_total": "Slots in the arena.",
     "leases": "Hand-offs leased to a peer.",
+    "pinned_bytes": "Bytes of arenas, in the host's memory, that GPUs copy by themselves.",
+    "unpinned_bytes": "Bytes of arenas that GPUs copy through a buffer, as they have not pinned "
+    "them.",
     "draining": "1 while the engine drains, else 0.",
     "offers_handoffs": "1 while the engine offers new hand-offs, else 0.",
     "fetches_handoffs": "1 while the engine fetches hand-offs, else 0.",

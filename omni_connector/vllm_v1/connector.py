@@ -308,6 +308,7 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         self._worker.listen(introduces=self._beside_others or not alone)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        self._worker.captured()
         # MultiConnector gives the first metadata that a child returns to all its children, and some
         # refuse metadata of another connector.
         return None if self._beside_others else self._worker.handshake

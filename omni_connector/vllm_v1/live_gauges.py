@@ -44,7 +44,8 @@ class LiveGauges:
 
     Args:
         namespace: of the engines.
-        gauges: by engine id, gauges by the names of `Usage`'s fields and of `Service.gauges`.
+        gauges: by engine id, gauges by the names of `Usage`'s fields, of `Service.gauges`, and of
+            the pinned bytes of `EngineStatus`.
     """
 
     def __init__(self, namespace: str, gauges: Mapping[str, Mapping[str, SettableGauge]]) -> None:
@@ -120,6 +121,7 @@ class LiveGauges:
         if 0 < older < SIGN_OF_LIFE_S:
             return
         values = msgspec.structs.asdict(engine.usage) | engine.service.gauges
+        values |= {"pinned_bytes": engine.pinned_bytes, "unpinned_bytes": engine.unpinned_bytes}
         if self._shown.get(engine.engine_id) != values:
             self._shown[engine.engine_id] = values
             for name, gauge in self._gauges[engine.engine_id].items():

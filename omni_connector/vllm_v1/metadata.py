@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from omni_connector.config import OmniConfig
+from omni_connector.copy.pinning import PinnedBytes
 from omni_connector.errors import ConfigError, OmniError
 from omni_connector.identity.adapters import AdapterLoad
 from omni_connector.identity.epochs import RankWeights
@@ -61,19 +62,21 @@ class OmniConnectorMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class OmniWorkerMetadata(KVConnectorWorkerMetadata):
-    """Jobs that have ended since the last step, adapters that were loaded, and weights.
+    """Jobs that have ended since the last step, loaded adapters, weights, and pinned memory.
 
     Attributes:
         done: number of ranks that have finished each job, by job id.
         failed: why a job failed or was cancelled, on any rank, by job id.
         adapters: that ranks have loaded.
         weights: answers to the question which they have.
+        pinned: what the device of a rank has pinned of arenas, by rank.
     """
 
     done: dict[int, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     adapters: list[AdapterLoad] = field(default_factory=list)
     weights: list[RankWeights] = field(default_factory=list)
+    pinned: dict[int, PinnedBytes] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "OmniWorkerMetadata":
         """Add up the reports of two ranks."""
@@ -87,6 +90,7 @@ class OmniWorkerMetadata(KVConnectorWorkerMetadata):
             failed,
             [*self.adapters, *other.adapters],
             [*self.weights, *other.weights],
+            {**self.pinned, **other.pinned},
         )
 
 

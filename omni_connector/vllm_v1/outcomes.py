@@ -2,9 +2,10 @@
 """What a rank tells of the copy jobs that have ended: vLLM of loads, the scheduler half of all."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from omni_connector.copy.jobs import LoadSpec
+from omni_connector.copy.pinning import PinnedBytes
 from omni_connector.copy.threads import Outcome
 from omni_connector.identity.adapters import AdapterLoad
 from omni_connector.identity.epochs import RankWeights
@@ -76,19 +77,22 @@ class JobOutcomes:
         return bad
 
     def take_report(
-        self, adapters: Sequence[AdapterLoad] = (), weights: Sequence[RankWeights] = ()
-    ) -> OmniWorkerMetadata | None:
-        """What the scheduler half must know of; None when there is nothing.
+        self,
+        adapters: Sequence[AdapterLoad],
+        weights: Sequence[RankWeights],
+        pinned: Mapping[int, PinnedBytes],
+    ) -> OmniWorkerMetadata:
+        """What the scheduler half must know of.
 
         Args:
             adapters: that vLLM has loaded since the last call.
             weights: what the rank has answered since then.
+            pinned: what the rank's device has pinned, by rank.
         """
         report = self._report
-        if not (self.has_ended or adapters or weights):
-            return None
         report.adapters += adapters
         report.weights += weights
+        report.pinned.update(pinned)
         self._report = OmniWorkerMetadata()
         self.has_ended = False
         return report

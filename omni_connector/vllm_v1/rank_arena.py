@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from omni_connector.arena.memory_claims import Reservation
 from omni_connector.arena.part_sums import PartSums, SumsLayout
+from omni_connector.arena.pinning import PinnedMemory, Pins
 from omni_connector.arena.size import ArenaSizing
-from omni_connector.copy.copier import BlockCopier
 from omni_connector.kv.compatibility import most_shards, most_stripes
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.stripes import SlotGroup, slot_groups_of
@@ -47,7 +47,7 @@ class RankArena:
     reservation: Reservation | None
 
     def close(self) -> None:
-        """Let go of the memory, after the copier that may have pinned it. Idempotent."""
+        """Let go of the memory, after what may have pinned it. Idempotent."""
         if self.part_sums is not None:
             self.part_sums.close()
         self.arena.close()
@@ -88,15 +88,14 @@ class ArenaPlan:
         self,
         slot_bytes: int,
         groups: tuple[GroupShape, ...],
-        copier: BlockCopier,
+        pins: Pins,
         node: int | None = None,
         part_ends: Sequence[Sequence[int]] = (),
     ) -> RankArena:
         """Open the arena of caches with these groups and slots of `slot_bytes`.
 
         Args:
-            copier: pins the memory as it is populated. Where this raises after that, the copier is
-                closed before the memory goes.
+            pins: pins the memory as it is populated, but not before this returns.
             node: the memory node that it is to lie on; None for where it is touched.
             part_ends: for each group the inner ends of the parts of its slots, if sums are kept
                 for them; see `kv.parts`.
@@ -116,10 +115,17 @@ class ArenaPlan:
         else:
             size = self.sizing.size(slot_bytes, groups, stripes, slot_groups)
 
-        def populated(slots: NDArray[np.uint8]) -> None:
+        pinned: PinnedMemory | None = None
+        done = 0
+
+        def populated(slots: NDArray[np.uint8], end: int) -> None:
+            nonlocal done, pinned
             if reservation is not None:
-                reservation.populated(slots.nbytes)
-            copier.pin(slots)
+                reservation.populated((end - done) * slot_bytes)
+            done = end
+            if pinned is None:
+                pinned = pins.follow(slots)
+            pinned.populated(end)
 
         try:
             arena = Arena.create(
@@ -137,7 +143,7 @@ class ArenaPlan:
             raise
         try:
             if not self.prefault:
-                copier.pin(arena.slots)  # else piece by piece, as far as there is memory
+                populated(arena.slots, arena.n_slots)  # else as far as there is memory
             self.sizing.tell(self.rank, self.ranks, size, slot_bytes, groups, stripes, slot_groups)
             most_ends = max(map(len, part_ends), default=0)
             layout = SumsLayout.of(arena.n_slots, slot_bytes, most_ends)
@@ -146,7 +152,6 @@ class ArenaPlan:
             if self.outlives:
                 leave_arena(os.environ, arena)
         except BaseException:
-            copier.close()
             RankArena(arena, 0, None, stripes, shards, slot_groups, (), reservation).close()
             raise
         slots = arena.n_slots if layout is None else layout.num_slots

@@ -717,6 +717,8 @@ class OmniScheduler:
                 self._shared.saves.distrust()
         if report.weights:
             self._take_weights(report.weights)
+        if report.pinned:
+            self._report.pinned(report.pinned)
         self._ledger.report(report.done, report.failed)
         if self._receiver is not None:
             self._recompute_loaded(self._receiver, output)

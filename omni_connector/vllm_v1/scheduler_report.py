@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler half tells of an engine: counts and gauges to vLLM, all of them to `top`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
+from omni_connector.copy.pinning import PinnedBytes
 from omni_connector.handoff.leases import SlotDirectory
 from omni_connector.handoff.periodic_tasks import PeriodicTasks
 from omni_connector.handoff.serving import ServingState
@@ -49,6 +50,7 @@ class SchedulerReport:
         self._slot_counts: object = None  # those of the gauges
         self._service: object = None
         self._of_workers = OmniStats()
+        self._pinned: dict[int, PinnedBytes] = {}  # by rank
         self._prompts: dict[str, int] = {}  # tokens of each counted prompt, by request
         self._clock = clock
         self.next_at = 0.0
@@ -57,6 +59,14 @@ class SchedulerReport:
         """The workers have counted this."""
         self._status.add(counted.data)
         self._of_workers.aggregate(counted)
+
+    def pinned(self, by_rank: Mapping[int, PinnedBytes]) -> None:
+        """The devices of some ranks have pinned this of arenas."""
+        self._pinned.update(by_rank)
+        total = PinnedBytes(*map(sum, zip(*self._pinned.values(), strict=True)))
+        self._status.pinned(*total)
+        self._stats.gauge("pinned_bytes", total.pinned)
+        self._stats.gauge("unpinned_bytes", total.unpinned)
 
     def prompt(self, request_id: str, tokens: int, cached: int) -> None:
         """A step begins to compute a prompt; see `StatusReport.prompt`.

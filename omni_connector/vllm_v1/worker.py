@@ -24,6 +24,7 @@ from omni_connector.copy.ended import ended_copies
 from omni_connector.copy.jobs import LoadSpec, Saver, SaveSpec
 from omni_connector.copy.layered import Forward, LayerRanges, TracedCopier
 from omni_connector.copy.loading import Loader
+from omni_connector.copy.pinning import PinnedBytes, Pinning
 from omni_connector.copy.prefix_jobs import HostLoadSpec, KeepSpec, StoreLoadSpec, StoreSaveSpec
 from omni_connector.copy.threads import (
     CLOSE_S,
@@ -125,6 +126,7 @@ class _RegisteredCaches:
     """
 
     copier: BlockCopier
+    pinning: Pinning
     loader: Loader
     handshake: OmniHandshakeMetadata
     bodies: _Bodies
@@ -140,6 +142,7 @@ class _RegisteredCaches:
 
     def close(self) -> None:
         """Let go of the caches and the arena. Idempotent."""
+        self.pinning.close()
         self.copier.close()
         if self.arena is not None:
             self.arena.close()
@@ -231,6 +234,7 @@ class OmniWorker:
         self._following: dict[int, TransferSpec] = {}
         self._under_way: dict[int, TransferSpec] = {}
         self._last_started = NO_JOB_ID  # jobs have ascending numbers
+        self._pinned = PinnedBytes()  # what the scheduler half was told
         self._outcomes = JobOutcomes(stats, fails_by_block=fails_by_block(kv_cache_config))
         self.take_finished_loads = self._outcomes.take_finished_loads
         self.take_bad_block_ids = self._outcomes.take_bad_block_ids
@@ -279,14 +283,20 @@ class OmniWorker:
         )
         if self._context.trace.is_recording:
             copier = TracedCopier(copier, layer_ranges, self._context.trace)
+        context = self._context
+        pinning = Pinning(copier, context.clock, context.start, context.lock)
         try:
-            self._caches = self._registered(canonical, layer_ranges, copier)
+            self._caches = self._registered(canonical, layer_ranges, copier, pinning)
         except BaseException:
             copier.close()
             raise
 
     def _registered(
-        self, canonical: CanonicalKVCaches, layer_ranges: LayerRanges, copier: BlockCopier
+        self,
+        canonical: CanonicalKVCaches,
+        layer_ranges: LayerRanges,
+        copier: BlockCopier,
+        pinning: Pinning,
     ) -> "_RegisteredCaches":
         layout = layer_ranges.layout
         helpers = self._threads.helpers
@@ -301,7 +311,7 @@ class OmniWorker:
         if self._arena_plan is not None:
             node = self._threads.node
             part_ends = layer_ranges.part_ends if copier.makes_part_sums and checksum else ()
-            arena = self._arena_plan.open(layout.slot_bytes, groups, copier, node, part_ends)
+            arena = self._arena_plan.open(layout.slot_bytes, groups, pinning, node, part_ends)
             saver = Saver(
                 arena=arena.arena,
                 copier=copier,
@@ -342,6 +352,7 @@ class OmniWorker:
                 queued=loads.queued,
                 own=(arena.arena, arena.endpoints) if arena is not None else None,
                 keeps_orphans=self._shares and self._config.orphan_s > 0,
+                pins=pinning,
             )
         except BaseException:
             copier.close()
@@ -355,7 +366,9 @@ class OmniWorker:
             handshake = OmniHandshakeMetadata(
                 arena.endpoints, groups, scales, arena.stripes, arena.slots, arena.shards
             )
-        return _RegisteredCaches(copier, loader, handshake, bodies, arena, saver, store_jobs)
+        return _RegisteredCaches(
+            copier, pinning, loader, handshake, bodies, arena, saver, store_jobs
+        )
 
     def _group_shapes(self, canonical: CanonicalKVCaches) -> tuple[GroupShape, ...]:
         """What this rank keeps, by what its layers and their kernels say."""
@@ -391,6 +404,12 @@ class OmniWorker:
         if answers:
             self._end_answers = self._answer(answers)
 
+    def captured(self) -> None:
+        """vLLM has captured its CUDA graphs, or captures none: it asks for the handshake after
+        that, and makes steps. Cheap, also when called again."""
+        if self._caches is not None:
+            self._caches.pinning.begin()
+
     @property
     def handshake(self) -> OmniHandshakeMetadata | None:
         """What the scheduler half must know; None before the caches are registered."""
@@ -398,6 +417,7 @@ class OmniWorker:
 
     def bind(self, metadata: OmniConnectorMetadata) -> None:
         """Take the work of a step."""
+        self.captured()
         if self._following:  # the forward pass before this one has not come to its end
             self._threads.saves.cancel(set(self._following))
             self._following = {}
@@ -561,9 +581,12 @@ class OmniWorker:
         weights = self._weights
         loaded = adapters.take(self._rank) if adapters is not None and adapters.found else ()
         answers = weights.take() if weights.answers else ()
-        if not (loaded or answers or self._outcomes.has_ended):
+        pinned = self._pinned if self._caches is None else self._caches.pinning.bytes
+        news = {} if pinned == self._pinned else {self._rank: pinned}
+        if not (loaded or answers or news or self._outcomes.has_ended):
             return None  # most often
-        return self._outcomes.take_report(loaded, answers)
+        self._pinned = pinned
+        return self._outcomes.take_report(loaded, answers, news)
 
     def take_stats(self) -> OmniStats | None:
         """What was counted since the last call; None when nothing was."""

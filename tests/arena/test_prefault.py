@@ -346,28 +346,29 @@ def test_a_reader_that_is_closed_while_it_waits_leaves_nothing() -> None:
 
 
 class Device:
-    """Notes which bytes of an arena it has pinned.
+    """Notes what it is told of a peer's arena; see `Pins`."""
 
-    Args:
-        refuses: from which piece on.
-    """
+    def __init__(self) -> None:
+        self.ends: list[int] = []
+        self._slots: NDArray[np.uint8] | None = None
 
-    def __init__(self, refuses: int = 1 << 30) -> None:
-        self.pinned: dict[int, int] = {}  # bytes by address
-        self.asked = 0
-        self._refuses = refuses
-
-    def pin(self, slots: NDArray[np.uint8]) -> bool:
+    def follow(self, slots: NDArray[np.uint8]) -> "Device":
         assert not slots.flags.writeable
-        self.asked += 1
-        if self.asked > self._refuses:
-            return False
-        self.pinned[slots.ctypes.data] = slots.nbytes
-        return True
+        self._slots = slots
+        return self
 
-    def unpin(self, slots: NDArray[np.uint8]) -> None:
+    def populated(self, end: int) -> None:
+        assert self._slots is not None
+        self.ends.append(end)
+
+    def close(self) -> None:
+        slots, self._slots = self._slots, None
+        assert slots is not None
         assert slots.any()  # still mapped
-        assert self.pinned.pop(slots.ctypes.data) == slots.nbytes
+
+    @property
+    def follows(self) -> bool:
+        return self._slots is not None
 
 
 @contextlib.contextmanager
@@ -382,7 +383,7 @@ def half_allocated() -> Iterator[tuple[Arena, ArenaView]]:
             yield arena, view
 
 
-def test_a_reader_has_pinned_what_is_allocated_and_lets_go_of_it(
+def test_what_is_allocated_of_a_peer_s_arena_is_told_to_who_pins_it_until_it_is_let_go_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_WINDOW", 4 * MIB)
@@ -390,20 +391,20 @@ def test_a_reader_has_pinned_what_is_allocated_and_lets_go_of_it(
     before = mappings()
     with half_allocated() as (arena, view):
         view.pin_with(device)
-        assert not device.pinned  # nobody reads it
-        first = view.slots.ctypes.data
-        wait_until(lambda: sum(device.pinned.values()) >= 31 * MIB)
-        assert len(device.pinned) == 8
-        assert min(device.pinned) == first
-        assert sum(device.pinned.values()) == 31 * MIB  # the last one may end in no whole step
+        assert device.follows
+        assert not device.ends  # nobody reads it
+        assert view.slots[0].any()
+        wait_until(lambda: device.ends and device.ends[-1] == 31)  # the last may end in no step
+        assert device.ends == sorted(set(device.ends))
+        assert len(device.ends) == 8
         assert os.fstat(arena.fd).st_blocks * 512 < 33 * MIB  # the owner has no more memory
-    assert not device.pinned
+    assert not device.follows
     view.mapped_until(64 * MIB)
-    assert not device.pinned
+    assert device.ends[-1] == 31
     assert mappings() <= before
 
 
-def test_what_is_allocated_after_a_long_pause_is_pinned_once_slots_are_read(
+def test_what_is_allocated_after_a_long_pause_is_told_once_slots_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_LONGEST_WAIT_S", 0.001)
@@ -414,30 +415,16 @@ def test_what_is_allocated_after_a_long_pause_is_pinned_once_slots_are_read(
         assert view.slots[0].any()
         first = view._prefaulter
         wait_until(lambda: first is not None and first.gave_up)
-        assert sum(device.pinned.values()) == 31 * MIB
+        assert device.ends[-1] == 31
         arena.slots[32:] = 1
         assert view._prefaulter is first  # nobody reads it
         assert view.slots[0].any()
         assert view._prefaulter is not first
-        wait_until(lambda: sum(device.pinned.values()) == 64 * MIB)
-        assert device.asked == len(device.pinned)
-    assert not device.pinned
+        wait_until(lambda: device.ends[-1] == 64)
+        assert device.ends == sorted(set(device.ends))
+    assert not device.follows
     assert open_fds() <= before
     assert mappings() <= mapped
-
-
-def test_a_device_that_refuses_a_piece_is_asked_for_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "_WINDOW", 4 * MIB)
-    device = Device(refuses=2)
-    with half_allocated() as (_, view):
-        view.pin_with(device)
-        assert view.slots.any()
-        wait_until(lambda: device.asked == 3)
-        assert len(device.pinned) == 2
-    assert not device.pinned
-    assert device.asked == 3
 
 
 @pytest.mark.parametrize("broken", ["os.dup", "threading.Thread.start"])
@@ -463,27 +450,25 @@ def test_a_view_that_cannot_be_mapped_in_advance_is_read_nevertheless(
 
 
 @pytest.mark.parametrize("large", [0, 1 << 40])
-def test_what_is_populated_is_told_as_whole_slots_each_once_and_no_other_is(
+def test_the_end_of_the_whole_slots_that_are_populated_is_told_and_no_other_is(
     large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device pins what is told: pinned memory is allocated."""
     monkeypatch.setattr(module, "_LARGE", large)
-    told: list[tuple[int, int]] = []
+    told: list[int] = []
     allocated: list[bool] = []
 
-    def populated(slots: NDArray[np.uint8]) -> None:
-        first = (slots.ctypes.data - arena.slots.ctypes.data) // slots.shape[1]
-        told.append((first, len(slots)))
+    def populated(slots: NDArray[np.uint8], end: int) -> None:
+        assert slots.ctypes.data == arena.slots.ctypes.data
+        told.append(end)
         there = os.fstat(arena.fd).st_blocks * 512
-        allocated.append(there >= (first + len(slots)) * slots.shape[1])
+        allocated.append(there >= end * slots.shape[1])
 
     with COPIES:  # so that the arena is known before anything is told
         arena = Arena.create(9, MIB, prefault=True, populated=populated)
     with arena:
-        wait_until(lambda: sum(count for _, count in told) == 9)
-        assert [first for first, _ in told] == [
-            sum(n for _, n in told[:i]) for i in range(len(told))
-        ]
+        wait_until(lambda: told and told[-1] == 9)
+        assert told == sorted(set(told))
         assert all(allocated)
         assert (len(told) > 1) == (not large)
 

@@ -259,6 +259,30 @@ def test_an_engine_that_has_lost_a_thread_says_so(make: Make, steps: bool) -> No
         look(OmniConfig())
 
 
+def test_an_engine_with_memory_that_is_not_pinned_says_so(make: Make) -> None:
+    look = dict(doctor.CHECKS_OF_SETTINGS)["engines"]
+    clock = FakeClock()
+    report = StatusReport(make(), engine(), Usage, EngineContext(clock))
+    for pinned, unpinned, remarks in (
+        (3 << 30, 0, []),
+        (
+            *(1 << 30, 2 << 30),
+            [
+                "GPUs of prefill have not pinned 2.0 of 3.0 GiB of arenas, which they copy at a "
+                "fraction of the speed; its log may say why"
+            ],
+        ),
+    ):
+        report.pinned(pinned, unpinned)
+        clock.advance(SIGN_OF_LIFE_S)
+        assert report.tick()
+        reading = Reading.take("default")
+        assert reading.remarks == remarks
+        assert reading.total().unpinned_bytes == unpinned
+        told = "1 in namespace default; none has lost a thread"
+        assert look(OmniConfig()) == "; ".join([told, *remarks])
+
+
 def test_the_bar_shows_each_state_that_there_is() -> None:
     assert bar(Usage(1000, 1, 1)).plain == "#=..........\n1+1/1000"
     assert bar(Usage(8, 8, 0)).plain == "############\n8+0/8"

@@ -560,6 +560,7 @@ def test_zeroed_blocks_are_traced() -> None:
     inner: Any = SimpleNamespace(
         speed=1,
         makes_part_sums=False,
+        pinned_at_once=0,
         zero=lambda group, ids, fence=None: told.append(len(ids)),
     )
     layer_ranges: Any = SimpleNamespace(layout=None, of_groups=())

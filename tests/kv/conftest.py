@@ -318,8 +318,8 @@ class HostStream(Stream):
             host = np.frombuffer(there, np.int8)
             np.copyto(*((host, row) if to_host else (row, host)))
 
-    def pin(self, slots: np.ndarray) -> bool:
-        return self._pins
+    def pin(self, slots: np.ndarray) -> int:
+        return 0 if self._pins else 801  # cudaErrorNotSupported
 
     def unpin(self, slots: np.ndarray) -> None:
         self.log.append(("unpin", slots.ctypes.data))
@@ -424,12 +424,6 @@ class OnCuda(BlockCopier):
     def hash_blocks(self, group: int, block_ids: np.ndarray, *, fence: object) -> np.ndarray:
         with self._there() as copier:
             return copier.hash_blocks(group, block_ids, fence=copier.fence())
-
-    def pin(self, slots: np.ndarray) -> bool:
-        return False
-
-    def unpin(self, slots: np.ndarray) -> None:
-        pass
 
     def zero(self, group: int, block_ids: np.ndarray, *, fence: object = None) -> None:
         with self._there() as copier:

@@ -253,7 +253,8 @@ class Deployment:
         def copier(caches: Any, layout: Any, helpers: Any) -> Any:  # no thread runs by itself
             made: Any = make_copier(caches, layout)
             if device is not None:
-                made = DeviceCopier(device, caches, layout, self.plan.buffers)
+                maps = functools.partial(self.host.maps, owner)
+                made = DeviceCopier(device, caches, layout, self.plan.buffers, maps)
             slow = {"save": self._slow_copies, "load": self._slow_loads}
             return TroubledCopier(world, self.raising, slow, made)
 

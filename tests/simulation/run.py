@@ -50,7 +50,7 @@ _TICKS_S: Final = 1.2
 
 _SENT_S: Final = 60.0
 """Longest time in seconds in which a slow store, or one whose files hang, takes what was computed
-last."""
+last, and in which a device pins what it has refused before."""
 
 # Failures, as they are counted, that need something to go wrong.
 _FAULTS: Final = {
@@ -221,6 +221,8 @@ def _settle(cluster: Cluster, plan: Plan, look: Any) -> None:
         _tick(world)
     if plan.trouble.get("store_slow") or plan.trouble.get("file_hangs"):
         world.run(lambda: _stores_have_all(cluster), world.now + _SENT_S)
+    if plan.buffers:
+        world.run(lambda: _never_pinned(cluster) is None, world.now + _SENT_S)
 
 
 def _tick(world: World) -> None:
@@ -246,6 +248,18 @@ def _copies_under_way(cluster: Cluster) -> bool:
         for engine in cluster.engines.values()
         if engine.halves
     )
+
+
+def _never_pinned(cluster: Cluster) -> str | None:
+    """An engine with memory that its device has not pinned, and does not refuse for ever."""
+    for engine in cluster.engines.values():
+        if (device := engine.device) is None:
+            continue
+        for memory in [each for half in engine.halves[1:] for each in inspection.followed(half)]:
+            refused = [each.slots.ctypes.data for each in memory.refused]
+            if memory.tried < memory.ready or not all(map(device.refuses_for_ever, refused)):
+                return engine.name
+    return None
 
 
 def _nothing_waits_for_its_time(cluster: Cluster, plan: Plan) -> None:
@@ -285,6 +299,8 @@ def _pins_take_room(shape: EngineShape, plan: Plan) -> bool:
 
 def _nothing_is_left(cluster: Cluster, before: dict[SimulatedEngine, dict[str, int]]) -> None:
     cluster.shelf.look()
+    if (name := _never_pinned(cluster)) is not None:
+        raise Violation("left_behind", f"{name} has memory that it never pins")
     for engine in cluster.engines.values():
         if CORRUPT in engine.failures and not cluster.spoiled:
             raise Violation("wrong_bytes", f"{engine.name} finds other bytes than were stored")
@@ -294,6 +310,8 @@ def _nothing_is_left(cluster: Cluster, before: dict[SimulatedEngine, dict[str, i
         left = leftovers(engine, before.get(engine, {}))
         if left:
             raise Violation("left_behind", f"{engine.name} keeps {'; '.join(left[:6])}")
+        for half in engine.halves[1:] if engine.device is not None else ():
+            inspection.copier(half).look()
         if engine.halves and not arena_is_free(engine.halves[0]):
             raise Violation("left_behind", f"{engine.name} has slots that nothing can use")
         for view in cluster.host.views.get(str(engine.owner), ()):

@@ -34,6 +34,8 @@ class HeldCopier:
         deaf: whether a save that waits goes on when it is cancelled, like one within a block.
     """
 
+    pinned_at_once = 0  # nothing is pinned
+
     def __init__(self, inner: Any, *, saves: bool, loads: bool, deaf: bool) -> None:
         self._inner = inner
         self._saves = saves
@@ -84,9 +86,9 @@ class HeldCopier:
         can: bool = self._inner.can_hash(group)
         return can
 
-    def pin(self, slots: Any) -> bool:
-        pinned: bool = self._inner.pin(slots)
-        return pinned
+    def pin(self, slots: Any) -> int:
+        code: int = self._inner.pin(slots)
+        return code
 
     def unpin(self, slots: Any) -> None:
         self._inner.unpin(slots)

@@ -22,14 +22,17 @@ SLOTS = 8
 
 
 class Pins:
-    """A copier, as far as it pins: the numbers of slots that were pinned, call by call."""
+    """Notes the end of the slots that it was told of, call by call; see `Pins`."""
 
     def __init__(self) -> None:
-        self.slots: list[int] = []
+        self.ends: list[int] = []
 
-    def pin(self, slots) -> bool:
-        self.slots.append(len(slots))
-        return True
+    def follow(self, slots):
+        assert len(slots) == SLOTS
+        return self
+
+    def populated(self, end) -> None:
+        self.ends.append(end)
 
 
 @pytest.mark.parametrize(("prefault", "at_once"), [(True, []), (False, [SLOTS])])
@@ -56,6 +59,6 @@ def test_an_arena_is_pinned_by_the_slots_that_are_populated(monkeypatch, prefaul
     )
     pins = Pins()
     with closing(plan.open(PAGE_BYTES, (group_shape(block_size=16),), pins)) as opened:
-        assert pins.slots == at_once
-        told[0](opened.arena.slots[:3])
-        assert pins.slots == [*at_once, 3]
+        assert pins.ends == at_once
+        told[0](opened.arena.slots, 3)
+        assert pins.ends == [*at_once, 3]

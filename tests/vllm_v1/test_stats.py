@@ -10,14 +10,17 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.metrics.stats import SchedulerStats
 
+from omni_connector.copy.host import CpuCopier
+from omni_connector.copy.pinning import Pinning
 from omni_connector.runtime.metric_names import COUNTERS, GAUGES, SECONDS
 from omni_connector.vllm_v1 import scheduler_report
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from omni_connector.vllm_v1.metrics import OmniStats
+from omni_connector.vllm_v1.worker import OmniWorker
 from tests import inspection
 from tests.toy import BLOCK, LAYERS, PAGE
 
-from .harness import HANDOFF, assert_clean, hand_off, prompt
+from .harness import HANDOFF, assert_clean, hand_off, prompt, wait
 
 pytestmark = pytest.mark.vllm
 
@@ -122,6 +125,38 @@ def test_counters_of_a_fresh_engine_read_zero(prometheus, registry):
     labels = {"model_name": "toy", "engine": "0"}
     for name in COUNTERS:
         assert registry.get_sample_value(f"vllm:omni_connector_{name}_total", labels) == 0
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_what_devices_have_pinned_is_told_from_the_first_step_on(engine, tokens, monkeypatch, code):
+    """Of two ranks. While vLLM captures graphs, which it does before it asks for the handshake, no
+    thread of ours may pin."""
+    monkeypatch.setattr(CpuCopier, "pinned_at_once", 1 << 30)
+    monkeypatch.setattr(CpuCopier, "pin", lambda *_: code)
+    begun: list[int] = []
+    begin = Pinning.begin
+    monkeypatch.setattr(Pinning, "begin", lambda self: begun.append(1) or begin(self))
+    registered = []
+    register = OmniWorker.register_kv_caches
+    monkeypatch.setattr(
+        OmniWorker,
+        "register_kv_caches",
+        lambda *caches: register(*caches) or registered.append(len(begun)),
+    )
+    both = engine("kv_both", ranks=2)
+    assert registered == [0, 0]
+    assert len(begun) == 2  # with the handshake
+    arenas = [inspection.arena(half) for half in both.halves[1:]]
+    nbytes = sum(arena.slots.nbytes for arena in arenas)
+
+    def told() -> tuple[int, int]:
+        both.generate(PROMPT)
+        both.count("")
+        gauges = both.stats.data["gauges"]
+        return gauges.get("pinned_bytes"), gauges.get("unpinned_bytes")
+
+    wait(lambda: told() == ((nbytes, 0) if code == 0 else (0, nbytes)))
+    assert_clean(both)
 
 
 def test_stats_travel_as_plain_data(reported):

@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ import omni_connector
 from omni_connector.arena.block_index import BlockIndex
 from omni_connector.arena.prefault import Prefaulter, ReaderPrefaulter
 from omni_connector.config import FileStoreSettings
+from omni_connector.copy.pinning import Pinning
 from omni_connector.copy.threads import CopyThread, Outcome
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.identity import adapters
@@ -441,6 +443,18 @@ def _prefault(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own.stop()
     peers.stop()
     os.close(fd)
+
+
+@case("omni-pin")
+def _pinning(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copier: Any = SimpleNamespace(pinned_at_once=1, pin=failing)
+    pinning = Pinning(copier, time.monotonic, PROCESS_CONTEXT.start, threading.Lock)
+    pinning.begin()
+    pinning.follow(np.zeros((2, 8), np.uint8)).populated(2)
+    thread = pinning._thread
+    assert thread is not None
+    until(lambda: not thread.is_alive())
+    pinning.close()
 
 
 @case("omni-trace")

@@ -151,6 +151,8 @@ class SimulatedEngine(Actor):
                 )
                 self.workers.append(worker)
                 worker.register_kv_caches(caches[rank])
+        if device is not None:
+            device.capture()
         scheduler: Any = self.config.scheduler_config.get_scheduler_cls()
         self.scheduler = scheduler(
             vllm_config=self.config,

@@ -11,6 +11,7 @@ from tests.simulation.mutants.faults import mutant
 
 _WORKER: Final = "omni_connector.vllm_v1.worker"
 _STAGING: Final = "omni_connector.copy.staged"
+_PINNING: Final = "omni_connector.copy.pinning"
 _FINISH: Final = "                self._stream.finish(mark)\n"
 _GATHER: Final = (
     "        call.on_device.gather(self._stream, call.block_ids[batch.places], staged)\n"
@@ -146,7 +147,7 @@ DEVICE: Final = (
         "the arena of a peer that has gone is let go of while the device has it pinned",
         (
             "omni_connector.arena.arena",
-            "        if self._pinned is not None:\n            self._pinned.close()\n",
+            "        if pinned is not None:\n            pinned.close()\n",
             "",
         ),
     ),
@@ -154,14 +155,54 @@ DEVICE: Final = (
         "device: pinned too late",
         "the arena of a peer is pinned although it was let go of",
         (
-            "omni_connector.arena.pinning",
-            "            if self._ended:\n                return\n",
+            _PINNING,
+            "            self._memories.remove(memory)\n",
             "",
         ),
+    ),
+    mutant(
+        "device: memory is pinned while graphs are captured",
+        "pinning begins with the first memory, and breaks the engine's capture",
         (
-            "omni_connector.arena.arena",
-            "        self._to_pin = None  # it would keep the mapping alive\n",
-            "",
+            _PINNING,
+            "        self._memories.append(memory)\n",
+            "        self._memories.append(memory)\n        self.begin()\n",
+        ),
+    ),
+    mutant(
+        "device: a refusal is for ever",
+        "what a device has refused to pin it is never asked for again",
+        (
+            _PINNING,
+            "                piece.retry_at = now + piece.backoff.failed()\n",
+            "                piece.retry_at = WOKEN\n",
+        ),
+    ),
+    mutant(
+        "device: a refusal spreads",
+        "while one piece of an arena is refused, no other arena is pinned",
+        (
+            _PINNING,
+            "                piece.retry_at = now + piece.backoff.failed()\n",
+            "                self._not_before = piece.retry_at = now + piece.backoff.failed()\n",
+        ),
+    ),
+    mutant(
+        "device: nothing more of an arena after a refusal",
+        "the pieces behind one that is refused wait until it is not",
+        (
+            _PINNING,
+            "        if end > self.tried:\n",
+            "        if end > self.tried and not self.refused:\n",
+        ),
+    ),
+    mutant(
+        "device: pinned in vain",
+        "copies of slots that are pinned still pass through a buffer of the host",
+        (
+            _STAGING,
+            "            self._pinned = self._pinned.beside(address, address + slots.nbytes)\n",
+            "            pass\n",
         ),
     ),
     mutant(

@@ -20,7 +20,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.copy.copier import BlockCopier
+from omni_connector.copy.copier import BlockCopy
 from omni_connector.copy.staged import StagedCopier
 from omni_connector.copy.stream import Stream
 from omni_connector.kv.segments import reserved_of
@@ -34,6 +34,16 @@ from tests.simulation.surroundings.world import (
 from tests.toy_runner import WrongBytes
 
 _POISON: Final = 0x5A
+
+_CODES: Final = (2, 712, 801, 900, 901)
+"""Errors of CUDA with which memory is not pinned: there is no more of it, it is pinned already, it
+cannot be done, and some thread captures a graph."""
+
+_WHILE_IT_CAPTURES: Final = 6
+"""Acts of other threads, at most, while an engine captures graphs."""
+
+_EVER: Final = 3
+"""How often what is refused that often is refused for ever."""
 
 _Work = Callable[[], object]
 
@@ -118,6 +128,7 @@ class Device(Actor):
     Attributes:
         engine: the engine's own stream.
         closing: whether the engine ends, whose thread may then wait.
+        capturing: whether the engine captures a graph, so that no other thread may pin.
     """
 
     def __init__(self, world: World, owner: str, failing: tuple[float, float]) -> None:
@@ -126,6 +137,8 @@ class Device(Actor):
         self.engine = Queue()
         self.others = Queue()
         self.closing = False
+        self.capturing = False
+        self._refusals: dict[int, list[int]] = {}  # codes that are left, by address
         self._failing = failing
         self._queues = [self.engine, self.others]
         world.add(self)
@@ -162,6 +175,32 @@ class Device(Actor):
             self.world.tell(f"{self.name} has no memory")
             raise DeviceFailed("out of memory")
         return torch.full((nbytes,), _POISON, dtype=torch.int8)
+
+    def capture(self) -> None:
+        """Its engine captures graphs, while other threads of it act."""
+        self.capturing = True
+        self.world.beside(str(self.owner), _WHILE_IT_CAPTURES)
+        self.capturing = False
+
+    def refusal(self, address: int) -> int:
+        """The code with which it refuses to pin what lies there, once, twice or for ever; 0 if it
+        does not."""
+        if self.capturing:
+            self.blame(Violation("engine_died", f"{self.name} pins, and breaks a capture"))
+            return 900
+        codes = self._refusals.get(address)
+        if codes is None:
+            world = self.world
+            code = world.draw.choice(_CODES)
+            times = world.draw.choice((1, 2, _EVER)) if world.chance(0.2) else 0
+            codes = self._refusals[address] = [code] * times
+        if len(codes) == _EVER:
+            return codes[0]
+        return codes.pop() if codes else 0
+
+    def refuses_for_ever(self, address: int) -> bool:
+        """Whether it never pins what lies there."""
+        return len(self._refusals.get(address, ())) == _EVER
 
     def fails(self) -> bool:
         """Whether a stream fails now."""
@@ -204,6 +243,9 @@ class SimulatedStream(Stream):
     Args:
         device: whose.
         queue: its work.
+
+    Attributes:
+        forbids_buffers: whether copies may not cross through buffers of the host.
     """
 
     def __init__(self, device: Device, queue: Queue) -> None:
@@ -212,10 +254,12 @@ class SimulatedStream(Stream):
         self._hashing = device.queue()
         self._entered = 0
         self._closed = False
+        self.forbids_buffers = False
         self._hashes = device.world.chance(0.6)
         self._moves = device.world.chance(0.6)
         # Addresses of the host's memory that the device may use: a piece may not be left in a copy.
         self._host: list[tuple[int, int]] = []
+        self._buffers: list[tuple[int, int]] = []  # of these, what are no slots
         self._used: list[tuple[int, int]] = []  # of it, by work that is not done
 
     @contextmanager
@@ -237,6 +281,8 @@ class SimulatedStream(Stream):
         extent = _extent(host)
         if not any(_within(extent, piece) for piece in self._host):
             raise Violation("wrong_bytes", "a device copies to memory that is not pinned")
+        if self.forbids_buffers and any(_within(extent, piece) for piece in self._buffers):
+            raise Violation("slow", "a copy of slots that are pinned passes through a buffer")
         if lands:
             host.fill_(_POISON)
 
@@ -281,6 +327,7 @@ class SimulatedStream(Stream):
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         buffer = self._device.allocate(nbytes)
         self._host.append(_extent(buffer))
+        self._buffers.append(_extent(buffer))
         return buffer
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
@@ -322,10 +369,22 @@ class SimulatedStream(Stream):
             copy = partial(there.copy_, row) if to_host else partial(row.copy_, there)
             self.launch(copy, host=there, lands=to_host)
 
-    def pin(self, slots: NDArray[np.uint8]) -> bool:
-        if not self._closed:
-            self._host.append(_addresses(slots))
-        return not self._closed
+    def pin(self, slots: NDArray[np.uint8]) -> int:
+        assert not self._closed
+        piece = _addresses(slots)
+        if piece in self._host:
+            raise Violation("wrong_bytes", "a device is to pin what it has pinned")
+        if code := self._device.refusal(piece[0]):
+            return code
+        self._host.append(piece)
+        return 0
+
+    def has_pinned(self, slots: NDArray[np.uint8], slot_ids: NDArray[np.int64]) -> bool:
+        """Whether each of some slots is pinned."""
+        return all(
+            any(_within(_addresses(slots[each]), piece) for piece in self._host)
+            for each in slot_ids.tolist()
+        )
 
     def unpin(self, slots: NDArray[np.uint8]) -> None:
         if self._closed:
@@ -356,25 +415,38 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class DeviceCopier:
-    """The copier for devices, with slots that are pinned piece by piece, and not all of them.
+    """The copier for devices, with slots that are pinned in pieces of a few.
 
-    Looks whether blocks that it has zeroed stay zero, as no answer depends on all of them.
+    Looks whether blocks that it has zeroed stay zero, as no answer depends on all of them; and
+    whether slots that are pinned are copied without a buffer of the host.
 
     Args:
         device: that it copies on.
         canonical, layout: the cache, and the slots.
         buffers: slots that a staging buffer holds.
+        maps: whether the engine has an arena of a peer mapped at an address.
     """
 
-    def __init__(self, device: Device, canonical: Any, layout: Any, buffers: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        canonical: Any,
+        layout: Any,
+        buffers: int,
+        maps: Callable[[int], bool],
+    ) -> None:
         self._device = device
+        self._maps = maps
+        self._of_peers: set[int] = set()  # the addresses of what is pinned of their arenas
+        self._stream = device.stream()
         inner = StagedCopier(
-            canonical, layout, device.stream(), staging_bytes=buffers * layout.slot_bytes
+            canonical, layout, self._stream, staging_bytes=buffers * layout.slot_bytes
         )
         # Slots of the toy are small, and so are the pieces of a plan.
         inner.direct_bytes = device.world.draw.choice((0, 1 << 30))
+        inner.pinned_at_once = device.world.draw.randrange(1, 5) * layout.slot_bytes
         inner.speed = 1
-        self._inner: BlockCopier = inner
+        self._inner = inner
         self._reserved = [
             [canonical.view(each, torch.uint8) for each in reserved_of(pages)]
             for pages in canonical.pages
@@ -382,6 +454,56 @@ class DeviceCopier:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    def save(self, copy: BlockCopy, **options: Any) -> Any:
+        """As the copier for devices."""
+        with self._looking(copy):
+            return self._inner.save(copy, **options)
+
+    def load(self, copy: BlockCopy) -> Any:
+        """As the copier for devices."""
+        with self._looking(copy):
+            return self._inner.load(copy)
+
+    def load_pages(self, copy: BlockCopy, *pages: Any) -> Any:
+        """As the copier for devices."""
+        with self._looking(copy):
+            return self._inner.load_pages(copy, *pages)
+
+    @contextmanager
+    def _looking(self, copy: BlockCopy) -> Iterator[None]:
+        self.look()
+        stream = self._stream
+        whole = not self._inner.direct_bytes and stream.has_pinned(copy.slots, copy.slot_ids)
+        stream.forbids_buffers = whole
+        try:
+            yield
+        finally:
+            stream.forbids_buffers = False
+
+    def pin(self, slots: NDArray[np.uint8]) -> int:
+        """As the copier for devices."""
+        self.look()
+        address = slots.ctypes.data
+        of_peer = not slots.flags.writeable
+        if of_peer and not self._maps(address):
+            text = "a device is given memory that is not mapped any more"
+            self._device.blame(Violation("engine_died", text))
+        code = self._inner.pin(slots)
+        if of_peer and not code:
+            self._of_peers.add(address)
+        return code
+
+    def unpin(self, slots: NDArray[np.uint8]) -> None:
+        """As the copier for devices."""
+        self._of_peers.discard(slots.ctypes.data)
+        self._inner.unpin(slots)
+
+    def look(self) -> None:
+        """See that all that is pinned is mapped."""
+        if not all(map(self._maps, self._of_peers)):
+            text = "an arena is let go of while a device has it pinned"
+            self._device.blame(Violation("leaks", text))
 
     def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
         """Zero, and see that nothing launched before the fence comes after it."""
@@ -392,17 +514,3 @@ class DeviceCopier:
         blocks = torch.from_numpy(block_ids)
         if any(bool(view[blocks].any()) for view in self._reserved[group]):
             device.blame(Violation("wrong_bytes", f"{device.name}: zeroed blocks are not zero"))
-
-    def pin(self, slots: NDArray[np.uint8]) -> bool:
-        """Pin pieces of a few slots of the own arena, some later and some never. What is pinned of
-        a peer's is drawn where it is mapped."""
-        if not slots.flags.writeable:
-            return self._inner.pin(slots)
-        world = self._device.world
-        first = 0
-        while first < len(slots) and world.chance(0.85):
-            end = first + world.draw.randrange(1, 5)
-            pin = partial(self._inner.pin, slots[first:end])
-            world.later(world.draw.choice((0.0, 0.05, 1.0)), pin)
-            first = end
-        return True

@@ -89,6 +89,10 @@ class Host:
         if self._folder is not None:
             self._folder.cleanup()
 
+    def maps(self, reader: str, address: int) -> bool:
+        """Whether a reader has an arena of a peer mapped there."""
+        return any(view.covers(address) for view in self.views.get(reader, ()))
+
     def found(self, address: str) -> "tuple[str, Arena | View] | None":
         """The owner of what can be attached at an address, and that."""
         return self.arenas.get(address) or self.handed_on.get(address)
@@ -147,44 +151,6 @@ class SimulatedRanks:
         """Nothing is held."""
 
 
-class WatchedPins:
-    """Sees that a mapping is let go of before it ends, and not pinned after that.
-
-    Args:
-        world: that fails where it is not so. Whoever lets go of a mapping hears of no error.
-        pins: of the copier of its reader.
-    """
-
-    def __init__(self, world: World, pins: Pins) -> None:
-        self._world = world
-        self._pins = pins
-        self._pinned: list[int] = []
-        self._ended = False
-
-    def pin(self, slots: NDArray[np.uint8]) -> bool:
-        """As of the copier."""
-        if self._ended:
-            self._blame("engine_died", "a device is given memory that is not mapped any more")
-        taken = self._pins.pin(slots)
-        if taken:
-            self._pinned.append(slots.ctypes.data)
-        return taken
-
-    def unpin(self, slots: NDArray[np.uint8]) -> None:
-        """As of the copier."""
-        self._pinned.remove(slots.ctypes.data)
-        self._pins.unpin(slots)
-
-    def end(self) -> None:
-        """The mapping ends."""
-        self._ended = True
-        if self._pinned:
-            self._blame("leaks", "an arena is let go of while a device has it pinned")
-
-    def _blame(self, kind: str, what: str) -> None:
-        self._world.violation = self._world.violation or Violation(kind, what)
-
-
 class View(ArenaInPlace):
     """An arena of a peer."""
 
@@ -198,8 +164,12 @@ class View(ArenaInPlace):
         self.fd = descriptor
         self._host = host
         self._reader = reader
-        self._pins: WatchedPins | None = None
+        self._first = view.slots.ctypes.data
         host.views.setdefault(reader, []).append(self)
+
+    def covers(self, address: int) -> bool:
+        """Whether it lies in this mapping."""
+        return 0 <= address - self._first < self.endpoint.n_slots * self.endpoint.slot_bytes
 
     @property
     def slots(self) -> NDArray[np.uint8]:
@@ -214,8 +184,7 @@ class View(ArenaInPlace):
         if not self._host.mapped:
             return
         world = self._host.world
-        self._pins = WatchedPins(world, pins)
-        self._view.pin_with(self._pins)
+        self._view.pin_with(pins)
         after = end = 0.0
         while end < 1.0 and world.chance(0.85):
             after += world.draw.choice((0.0, 0.05, 1.0))
@@ -244,14 +213,11 @@ class View(ArenaInPlace):
             dst ^= 0x10
 
     def kill(self) -> None:
-        """The reader's process has ended, and with it what its device had pinned."""
-        self._pins = None
+        """The reader's process has ended."""
         self.close()
 
     def close(self) -> None:
         self._view.close()
-        if self._pins is not None:
-            self._pins.end()
         descriptor, self.fd = self.fd, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -174,6 +174,11 @@ class World:
         for _ in range(self.draw.randrange(most + 1)):
             self._act(self.now, threads_only=True)
 
+    def beside(self, owner: str, most: int) -> None:
+        """In the start of an engine: let its threads act a little."""
+        for _ in range(self.draw.randrange(most + 1)):
+            self._act(self.now, beside=owner)
+
     def between_locks(self) -> None:
         """A thread takes a lock, or has let go of one: maybe other threads of its engine act now,
         its main thread among them, and messages arrive."""
