@@ -27,6 +27,7 @@ from omni_connector.runtime.context import PROCESS_CONTEXT
 
 PROMPT = Prompt(token_ids=(1, 2, 3), num_tokens=3)
 LONG = 60.0  # a deadline that only a hang reaches
+FAR = 1e6  # the same by a clock that jumps whenever it is read
 PEER = Path(__file__).with_name("peer.py")
 
 
@@ -34,7 +35,7 @@ class Directory(SlotDirectory):
     """Says when a hand-off is closed."""
 
     def __init__(self) -> None:
-        super().__init__(64, PROCESS_CONTEXT, 600.0)
+        super().__init__(64, PROCESS_CONTEXT, FAR)
         self.closed: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def _close(self, handoff: Handoff) -> None:
@@ -63,7 +64,7 @@ class Engine:
             handshake_reply=handshake_reply,
             directory=self.directory,
             clock=time.monotonic,
-            pending_timeout=LONG,
+            pending_timeout=FAR,
             count=self.count,
         )
         self.channel = ControlChannel(
@@ -101,7 +102,7 @@ class Asker:
         )
 
     def request_lease(
-        self, engine: Engine, handoff: Handoff, *, timeout: float = LONG
+        self, engine: Engine, handoff: Handoff, *, timeout: float = FAR
     ) -> "Future[Lease]":
         return ask(
             self.channel, engine.address, handoff.token, engine.handshake_reply.epoch, timeout
@@ -116,7 +117,7 @@ def ask(
     address: str,
     token: bytes,
     epoch: bytes,
-    timeout: float = LONG,
+    timeout: float = FAR,
     prompt: Prompt = PROMPT,
 ) -> "Future[Lease]":
     pending = PendingLease(token, prompt, epoch, "", time.monotonic() + timeout)

@@ -183,6 +183,8 @@ def test_many_requests_at_once_are_all_answered(start_engine: StartEngine, asker
             pending.set()
 
     engine = start_engine(on_tick=tick)
+    # They are introduced before, as to send so many requests may take longer than that may.
+    failure(ask(asker.channel, engine.address, b"?" * 16, engine.handshake_reply.epoch))
     handoff = engine.handoff(filled=False)
     futures = [asker.request_lease(engine, handoff) for _ in range(total)]
     assert pending.wait(LONG)
