@@ -9,6 +9,7 @@ needs no work: `CopyLedger` holds the blocks that are being copied, whatever hap
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -211,6 +212,9 @@ class OmniScheduler:
         # Requests whose last load was a hand-off: that alone brings what no prefix cache has.
         self._handed_off: set[str] = set()
         self._void: tuple[list[int], list[int]] = [], []
+        # Beside other connectors: the blocks, by group, of requests that have ended, and how many
+        # of the steps that were under way then have not ended.
+        self._left: deque[tuple[list[list[int]], int]] = deque()
         # Requests that wait until weights and adapters are known, and what was ordered when they
         # arrived: an engine that is drained meanwhile still serves them.
         self._not_begun: dict[str, Refusals] = {}
@@ -318,8 +322,12 @@ class OmniScheduler:
         vLLM has one of their requests compute them anew. Other requests that have them go on
         meanwhile, and new ones would find them (vLLM #49250).
         """
-        # A request that has ended has left them in vLLM's own cache.
+        # A request that has ended has left them in vLLM's own cache, with those behind them. vLLM
+        # ends requests of this step before it tells of the failure.
         void = {each for each in block_ids if each < len(self._manager.block_pool.blocks)}
+        for left, _ in self._left:
+            for ids in left:
+                void.update(dropwhile(lambda each: each not in block_ids, ids))
         goes_on: set[str] = set()
         for request in self._requests.values():
             tables = self._blocks_of(request.request_id)
@@ -752,6 +760,10 @@ class OmniScheduler:
         """vLLM has taken over what a step has computed; returns the KV events since the last."""
         if self._computing:
             self._computing.popleft()
+        for _ in range(len(self._left)):
+            left, steps = self._left.popleft()
+            if steps > 1:
+                self._left.append((left, steps - 1))
         if self._adapters.used:
             self._adapters.step_ended()
         if self._receiver is not None:
@@ -777,6 +789,9 @@ class OmniScheduler:
             self._shared.finish(request.request_id, blocks_of)
         self._undrafted.finish(request.request_id, self._blocks_of)
         self._spoiled.finish(request.request_id, self._blocks_of)
+        if not self._alone and self._computing:
+            left = [[each.block_id for each in of] for of in self._blocks_of(request.request_id)]
+            self._left.append((left, len(self._computing)))
         answer: dict[str, Any] | None = None
         if request.kv_transfer_params:
             if self._receiver is not None:

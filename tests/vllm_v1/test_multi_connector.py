@@ -5,6 +5,7 @@ It tells all children what one of them has for its scheduler half, so ours must 
 """
 
 import pytest
+from vllm.v1.engine import FinishReason
 
 from omni_connector.cli.readings import hit_rates
 from omni_connector.errors import ConfigError, TransportError
@@ -186,6 +187,28 @@ def test_what_was_computed_upon_blocks_that_another_connector_failed_to_load_is_
     found = [*longer, 3]
     answer = prefill.generate(found, params=HANDOFF).params
     assert decode.generate(found, 6, params=answer).tokens == engine().generate(found, 6).tokens
+
+
+def test_what_requests_have_computed_that_end_with_a_failed_load_is_given_to_nobody(engine):
+    """vLLM ends both, and leaves in its cache what the second has computed."""
+    extra = {"share": True, "handoff": False, "admission": "all"}
+    options = {"connector": "MultiConnector", "after": [FAILING], "policy": "fail"}
+    first, second = (engine("kv_both", extra=extra, **options) for _ in range(2))
+    wait(lambda: inspection.meets(ours(second)))
+    asked = prompt(3 * BLOCK + 1)
+    longer = [*asked, *prompt(3 * BLOCK, seed=9)]
+    first.runner.bad_blocks.add(1)
+    ids = [
+        first.submit(each, params={"do_remote_prefill": True} if each is asked else None)
+        for each in (asked, longer)
+    ]
+    first.settle()
+    assert [first.answers[each].reason for each in ids] == [FinishReason.ERROR] * 2
+    first.generate(asked)
+    first.generate([*longer, 3])
+    first.settle()
+    assert second.generate([*longer, 3], 6).tokens == engine().generate([*longer, 3], 6).tokens
+    assert_clean(first, second)
 
 
 def test_a_block_that_another_connector_fails_to_load_instead_of_ours_is_not_kept(engine):
