@@ -3,6 +3,7 @@
 
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -16,7 +17,7 @@ from tests.simulation.deployment import Deployment
 from tests.simulation.engines.answering import PLAIN, Answering
 from tests.simulation.engines.engine import SimulatedEngine
 from tests.simulation.hints import NO_WISH, Wish
-from tests.simulation.inputs import NOTHING, Inputs, write_adapter
+from tests.simulation.inputs import NOTHING, Inputs, remove_adapters, write_adapter
 from tests.simulation.plan import Plan
 from tests.simulation.promises import Promises, nothing_useless_is_stored
 from tests.simulation.refusals import Handed
@@ -35,6 +36,16 @@ HANDOFF: Final = {**WANTED, "do_remote_prefill": False}
 
 TIMEOUT_S: Final = 90.0
 """Seconds in which a request must end: the connector's timeouts, and the time in a queue."""
+
+
+_REMEMBERED: Final = 4
+"""Requests that have ended whose ids may be used again."""
+
+_OTHER_VERSION: Final = 100
+"""Added to an adapter's version, another one than it gets by being written anew."""
+
+_IN_USE_S: Final = 0.01
+"""Seconds between two tries to replace an adapter that is in use."""
 
 
 @dataclass(eq=False)
@@ -88,7 +99,10 @@ class Clients(Deployment):
         self._thinking: list[Callable[[], None]] = []
         self._leaving: set[str] = set()
         self._numbers = itertools.count()
+        # Requests that have ended, with the owner of their engine. Others may get their ids.
+        self._over: deque[tuple[str, str | None]] = deque(maxlen=_REMEMBERED)
         self._adapters: dict[int, int] = {}  # how often their files were written anew
+        remove_adapters()
         for event in plan.events:
             for inputs in (event.how.get("inputs"), event.how.get("decoded")):
                 if inputs is not None and inputs.adapter:
@@ -166,7 +180,7 @@ class Clients(Deployment):
         if target is None:  # it is down, and the client is told so
             done(None, False)
             return None
-        request_id = session or f"r{next(self._numbers)}"
+        request_id = session or self._used_id(target) or f"r{next(self._numbers)}"
         params = options.get("params")
         what = ""
         if params is not None:
@@ -185,8 +199,7 @@ class Clients(Deployment):
         if session is not None:
             options["resumable"] = True
             what += " of a session"
-        if handed is not None:
-            self.refusals.sent(request_id, handed, engine)
+        self.refusals.sent(request_id, handed, engine)
         family, length = prompt
         if more:
             what += f", and {len(more)} more,"
@@ -201,6 +214,17 @@ class Clients(Deployment):
         self.sent[request_id] = sent
         target.submit(request_id, [*text(family, length), *more], max_tokens, **options)
         return sent
+
+    def _used_id(self, engine: SimulatedEngine) -> str | None:
+        """The id of a request of this engine that has ended a moment ago, or None."""
+        if not self.world.chance(self.plan.trouble.get("ids_again", 0.0)):
+            return None
+        for request_id, owner in reversed(self._over):
+            mine = owner == engine.owner and request_id not in self.sent
+            if mine and engine.has_forgotten(request_id):
+                self._over.remove((request_id, owner))
+                return request_id
+        return None
 
     def _answered(
         self, owner: str, request_id: str, tokens: list[int], reason: Any, params: Any
@@ -219,6 +243,7 @@ class Clients(Deployment):
             return
         self._drain_is_obeyed(sent, params)
         del self.sent[request_id]
+        self._over.append((sent.request_id, sent.engine.owner))
         sent.ended = True
         well = reason in (FinishReason.LENGTH, FinishReason.STOP)
         self.world.tell(f"{request_id} ends: {reason}, {sent.tokens} tokens")
@@ -248,6 +273,7 @@ class Clients(Deployment):
         sent.aborted = True
         self.refusals.left(sent.request_id)
         del self.sent[sent.request_id]
+        self._over.append((sent.request_id, sent.engine.owner))
         sent.engine.abort(sent.request_id)
 
     def _lost(self, engine: SimulatedEngine) -> None:
@@ -275,10 +301,12 @@ class Clients(Deployment):
         inputs: Inputs = NOTHING,
         how: Answering = PLAIN,
         next_at: str | None = None,
+        afresh: bool = False,
     ) -> None:
         """A client sends a request without hand-off.
 
         Args:
+            afresh: whether vLLM computes its whole prompt, whatever its cache has.
             next_at: the engine at which the client goes on after the answer; None: it does not.
         """
 
@@ -296,6 +324,7 @@ class Clients(Deployment):
             inputs=inputs,
             priority=priority,
             how=how,
+            afresh=afresh,
         )
 
     def rewrite(self, number: int) -> None:
@@ -304,6 +333,50 @@ class Clients(Deployment):
         self.world.tell(f"adapter {number} is written anew")
         self._adapters[number] = self._adapters.get(number, 0) + 1
         write_adapter(number, self._adapters[number])
+
+    def replace_adapter(
+        self, engine: str, number: int, prompts: tuple[tuple[int, int], ...]
+    ) -> None:
+        """An operator has an engine load other files in the place of an adapter, as soon as no
+        request there uses it, and then puts the former files back for the other engines. A client
+        has the engine compute these prompts afresh with the adapter, one after the other."""
+        target = self.engines.get(engine)
+        if target is None:
+            return
+        self.voids = True
+        self.intents += 1
+
+        def load() -> None:
+            if target.uses_adapter(number):
+                self.world.later(_IN_USE_S, again)
+                return
+            self.world.tell(f"{engine} loads other files in the place of adapter {number}")
+            former = self._adapters.get(number, 0)
+            write_adapter(number, former + _OTHER_VERSION)
+            target.replace_adapter(number)
+            write_adapter(number, former)
+            self.world.later(_IN_USE_S, lambda: ask(0))
+
+        def ask(place: int) -> None:
+            self.intents -= place == 0
+            if place < len(prompts):
+                inputs = Inputs(adapter=number)
+                self._send(
+                    engine,
+                    prompts[place],
+                    1,
+                    lambda *_: ask(place + 1),
+                    inputs=inputs,
+                    afresh=True,
+                )
+
+        def again() -> None:
+            if target.alive:
+                target.call(load)
+            else:
+                self.intents -= 1
+
+        again()
 
     def converse(
         self,

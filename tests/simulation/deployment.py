@@ -70,10 +70,14 @@ _HARMLESS: Final = {
     "other_later",
     "files",
     "file_torn",
+    "store_holes",
+    "store_vanishing",
+    "ids_again",
 }
 
 # What goes wrong without making anything slow.
 _QUICK: Final = {
+    "ids_again",
     "met_late",
     "hits_lost",
     "hits_nonsense",
@@ -137,6 +141,8 @@ class Deployment:
         self.shelf.absent = trouble.get("store_absent", 0.0)
         self.shelf.slow = trouble.get("store_slow", 0.0)
         self.shelf.forgets = trouble.get("store_forgets", 0.0)
+        self.shelf.holes = trouble.get("store_holes", 0.0)
+        self.shelf.vanishing = trouble.get("store_vanishing", 0.0)
         self.raising = {
             "save": trouble.get("raising_saves", 0.0),
             "load": trouble.get("raising_loads", 0.0),

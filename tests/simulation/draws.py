@@ -5,8 +5,10 @@ import random
 from dataclasses import replace
 from typing import Any, Final
 
+from tests.simulation.alike import with_replaced_adapters, with_used_ids
 from tests.simulation.engines.settings import EngineShape, Policy, Role
 from tests.simulation.features import (
+    failing_beside,
     featured,
     matched_within_blocks,
     next_turns,
@@ -23,7 +25,15 @@ from tests.simulation.hints import hinted, overlong
 from tests.simulation.inputs import varied
 from tests.simulation.operators import operated
 from tests.simulation.plan import Event, Plan, blocks_of, groups_of
-from tests.simulation.scenes import busy, filed, hosted, interrupted, sized, staged
+from tests.simulation.scenes import (
+    busy,
+    filed,
+    hosted,
+    interrupted,
+    sized,
+    staged,
+    with_holes,
+)
 from tests.simulation.surroundings.listeners import hung_up_on
 from tests.simulation.trainers import trained
 
@@ -67,7 +77,9 @@ def plan_of(seed: int) -> Plan:
         scene = hosted(plan, random.Random(f"host {seed}"))
         scene = busy(scene, random.Random(f"busy {seed}"))
     native = random.Random(f"native {seed}").random() >= _WITHOUT_NATIVE_OFTEN
-    plan = hinted(filed(scene, random.Random(f"files {seed}")), random.Random(f"hints {seed}"))
+    plan = filed(scene, random.Random(f"files {seed}"))
+    plan = with_holes(plan, random.Random(f"holes {seed}"))
+    plan = hinted(plan, random.Random(f"hints {seed}"))
     plan = overlong(plan, random.Random(f"overlong {seed}"))
     plan = varied(plan, random.Random(f"inputs {seed}"))
     plan = replicated(plan, random.Random(f"replicated {seed}"))
@@ -80,6 +92,9 @@ def plan_of(seed: int) -> Plan:
     plan = replayed(plan, random.Random(f"replay {seed}"))
     plan = matched_within_blocks(plan, random.Random(f"match {seed}"))
     plan = spoilt(plan, random.Random(f"spoilt {seed}"))
+    plan = failing_beside(plan, random.Random(f"beside {seed}"))
+    plan = with_replaced_adapters(plan, random.Random(f"adapters {seed}"))
+    plan = with_used_ids(plan, random.Random(f"ids {seed}"))
     plan = accelerated(plan, random.Random(f"device {seed}"))
     plan = operated(plan, random.Random(f"operators {seed}"))
     plan = trained(plan, random.Random(f"trainers {seed}"))

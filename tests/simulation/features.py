@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from omni_connector.vllm_v1.compat import may_load_replayed
 from tests.simulation.engines.answering import PLAIN, Answering
-from tests.simulation.engines.settings import EngineShape
+from tests.simulation.engines.settings import EngineShape, Policy
 from tests.simulation.hints import Wish
 from tests.simulation.plan import (
     LONGEST,
@@ -27,6 +27,8 @@ from tests.simulation.scenes import hand_off, serve
 from tests.toy import LAYERS, STATE_HEADS, UNDRAFTED
 
 _OFTEN: Final = 0.2
+
+_FAILING_OFTEN: Final = 0.25
 
 _PIPED_OFTEN: Final = 0.08
 
@@ -708,6 +710,62 @@ def _beside(plan: Plan, draw: random.Random) -> Plan:
                 trouble |= {"other_fails": 0.5, "other_often": 100.0}
                 plan = replace(plan, events=_numbered(_leaving_twins(plan, draw)))
     return _unhinted(replace(plan, engines=engines, trouble=trouble))
+
+
+def failing_beside(plan: Plan, draw: random.Random) -> Plan:
+    """The same with another connector beside ours at the first engine, of whose loads many fail,
+    for some of the plans whose engines share; the plan itself for the others. What requests go on
+    with there, and leave in vLLM's cache, must not come to other engines.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    fits = all(
+        each.caching
+        and (each.hosts or each.shares)
+        and each.family in ("full", "latent")
+        and not (each.beside or each.drafts or each.stages)
+        for each in plan.engines
+    )
+    varies = any(event.how.get("inputs") for event in plan.events)
+    if draw.random() >= _FAILING_OFTEN or varies or not fits:
+        return plan
+    first, other = plan.engines[:2]
+    policies: tuple[Policy, ...] = ("fail", "recompute")
+    policy = draw.choice(policies)
+    engines = tuple(
+        replace(
+            each,
+            role="kv_both",
+            beside="" if each is other else draw.choice(("before", "after")),
+            ranks=first.ranks,
+            block_size=first.block_size,
+            blocks=blocks_of(each.family, first.block_size, draw.choice((4, 20))),
+            slots=40,
+            step_tokens=32,
+            # Who computes a failed load anew takes several steps, beside those who go on; or vLLM
+            # ends all of them.
+            long_prefill=8 if policy == "recompute" else 0,
+            policy=policy,
+            runner=draw.choice(("v1", "v2")),
+            overlap=False,
+            seqs=8,
+            step_s=0.0,
+        )
+        for each in (first, other)
+    )
+    happens: list[tuple[int, dict[str, Any]]] = []
+    for family in (0, 1, 2, 0, 1, 2):
+        for _ in range(3):
+            prompt = family, draw.choice((20, 33, 37))
+            happens.append((draw.choice((0, 0, 3)), serve(first.name, prompt)))
+        prompt = family, draw.choice((37, 50))
+        for each in ((family, draw.choice((5, 20, 37))), prompt):
+            happens.append((draw.choice((3, 30, 100)), serve(first.name, each)))
+        happens.append((draw.choice((100, 300)), serve(other.name, prompt)))
+    events = tuple(Event("serve", how, acts, i) for i, (acts, how) in enumerate(happens))
+    trouble = {"other_often": 100.0, "other_fails": draw.choice((0.5, 0.8)), "other_spoils": 1.0}
+    return _unhinted(replace(plan, engines=engines, events=events, pace=0.0002, trouble=trouble))
 
 
 def _leaving_twins(plan: Plan, draw: random.Random) -> list[Event]:

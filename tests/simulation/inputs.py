@@ -7,6 +7,7 @@ inputs shows in its next token.
 
 import os
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,13 +86,22 @@ def adapter_content(number: int) -> bytes:
     return (_folder(number) / "adapter_model.safetensors").read_bytes()
 
 
-def write_adapter(number: int, times: int) -> None:
-    """Write the files of an adapter, for the so-manieth time."""
+def write_adapter(number: int, version: int) -> None:
+    """Write the files of an adapter."""
     folder = _folder(number)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text("{}")
-    # Of another length each time: a clock of coarse ticks may not tell two versions apart.
-    (folder / "adapter_model.safetensors").write_bytes(bytes([number]) * (1 + times))
+    weights = folder / "adapter_model.safetensors"
+    if weights.exists():
+        # A clock of coarse ticks may not tell two files apart: each has an inode of its own.
+        weights.rename(folder / f"former {len(list(folder.iterdir()))}")
+    weights.write_bytes(bytes([number]) * (1 + version))
+
+
+def remove_adapters() -> None:
+    """Remove the files of all adapters."""
+    for folder in Path(os.environ[RUNTIME_DIR_VARIABLE]).glob("adapter-*"):
+        shutil.rmtree(folder)
 
 
 def _folder(number: int) -> Path:

@@ -79,9 +79,16 @@ class Refusals:
         """An engine that was away is back."""
         self.over(event, _AFTER_S)
 
-    def sent(self, request_id: str, handed: Handed, engine: str) -> None:
-        """A request that belongs to a hand-off is sent to an engine."""
-        self._of[request_id] = handed, engine
+    def sent(self, request_id: str, handed: Handed | None, engine: str) -> None:
+        """A request is sent to an engine, maybe under an id that was used before.
+
+        Args:
+            handed: the hand-off that it belongs to; None: none that is judged.
+        """
+        if handed is None:
+            self._of.pop(request_id, None)
+        else:
+            self._of[request_id] = handed, engine
 
     def left(self, request_id: str) -> None:
         """The client of a request has gone: its lease, if it has one or is about to, ends."""

@@ -67,6 +67,8 @@ _FAULTS: Final = {
     "peer_unreachable",
     "save_failed",
 }
+# What an engine counts if a store has lost blocks since it said to have them.
+_GONE: Final = "store_blocks_gone"
 # Exceptions that nothing from outside causes; what is provoked raises others.
 _BUGS: Final = (AssertionError, AttributeError, LookupError, NameError, TypeError)
 # After so many new connections a peer may have given up to introduce itself.
@@ -304,6 +306,8 @@ def _nothing_is_left(cluster: Cluster, before: dict[SimulatedEngine, dict[str, i
     for engine in cluster.engines.values():
         if CORRUPT in engine.failures and not cluster.spoiled:
             raise Violation("wrong_bytes", f"{engine.name} finds other bytes than were stored")
+        if _GONE in engine.failures and cluster.shelf.is_steady and not cluster.spoiled:
+            raise Violation("wrong_look_up", f"{engine.name} asks for what the store has not")
     for engine in cluster.engines.values():
         if engine.shape.role == "kv_consumer" and "draining" in engine.failures:
             raise Violation("refused", f"{engine.name} drains, and does not fetch what it needs")

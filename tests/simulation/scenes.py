@@ -29,6 +29,7 @@ _SLOW_OFTEN: Final = 0.05
 _SIZED_OFTEN: Final = 0.3
 _FILED_OFTEN: Final = 0.5
 _STORED_OFTEN: Final = 0.3
+_HOLES_OFTEN: Final = 0.5
 _LEFT_PINS_OFTEN: Final = 0.05
 _INTERRUPTED_OFTEN: Final = 0.3
 _BESIDE_OFTEN: Final = 0.06
@@ -119,8 +120,32 @@ def filed(plan: Plan, draw: random.Random) -> Plan:
     return _stored(plan, draw) if draw.random() < _STORED_OFTEN else plan
 
 
+def with_holes(plan: Plan, draw: random.Random) -> Plan:
+    """The same with a store that has some blocks of a prompt only, or loses some before they are
+    read, for half of the plans whose store is of no files; the plan itself for the others.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    stored = any(engine.shares for engine in plan.engines) and "files" not in plan.trouble
+    if draw.random() >= _HOLES_OFTEN or not stored:
+        return plan
+    others = {name: often for name, often in plan.trouble.items() if not name.startswith("store_")}
+    name = draw.choice(("store_holes", "store_vanishing"))
+    plan = replace(plan, trouble=others | {name: draw.choice((0.1, 0.3))})
+    if draw.random() < 0.5:
+        return plan
+    happens = [happen for happen in _stored_happens(plan, draw) if happen[1] == "serve"]
+    engines = tuple(replace(engine, hosts=False, step_s=0.0) for engine in plan.engines)
+    return replace(plan, engines=engines, events=_events(happens), pace=0.0002)
+
+
 def _stored(plan: Plan, draw: random.Random) -> Plan:
     """Prompts are served by one engine after the other, while the files come to their limit."""
+    return replace(plan, events=_events(_stored_happens(plan, draw)), pace=0.0002)
+
+
+def _stored_happens(plan: Plan, draw: random.Random) -> _Happens:
     happens: _Happens = []
     for _ in range(4):
         for engine in draw.sample(plan.engines, 2):
@@ -131,7 +156,7 @@ def _stored(plan: Plan, draw: random.Random) -> Plan:
             happens.append((100, "reset", {"engine": engine.name, "connector": True}))
         # Sweeps come seconds after what was written.
         happens.append((10, "jump", {"seconds": draw.choice((1.0, 15.0))}))
-    return replace(plan, events=_events(happens), pace=0.0002)
+    return happens
 
 
 def _restarted_peer(plan: Plan, draw: random.Random) -> Plan:

@@ -121,6 +121,10 @@ class SimulatedEngine(Actor):
         self._inputs: deque[Callable[[], object]] = deque()
         self.inputs: dict[str, bytes] = {}  # of requests, beside their tokens
         self._adapters: dict[int, bytes] = {}  # those that were loaded
+        # Adapters that were replaced in place, and requests with them: vLLM goes on with blocks of
+        # the former ones.
+        self._replaced: set[int] = set()
+        self.mixed: set[str] = set()
         self._aborts: list[str] = []
         self._scheduled: deque[SchedulerOutput] = deque()
         self._executed: deque[tuple[SchedulerOutput, ModelRunnerOutput, Event | None]] = deque()
@@ -249,11 +253,19 @@ class SimulatedEngine(Actor):
         inputs: Inputs = NOTHING,
         how: Answering = PLAIN,
         resumable: bool = False,
+        afresh: bool = False,
     ) -> None:
-        """A request arrives, or the next part of a streaming session."""
+        """A request arrives, or the next part of a streaming session.
+
+        Args:
+            afresh: whether vLLM computes its whole prompt, as for one that wants log probabilities.
+        """
 
         def add() -> None:
             self.inputs[request_id] = inputs.content(self._load_adapter(inputs.adapter))
+            self.mixed.discard(request_id)
+            if inputs.adapter in self._replaced:
+                self.mixed.add(request_id)
             sampling = SamplingParams(
                 max_tokens=max_tokens,
                 temperature=0.0,
@@ -275,7 +287,10 @@ class SimulatedEngine(Actor):
                 block_hasher=self._hasher if self.shape.caching else None,
                 **inputs.options(list(prompt)),
             )
+            request.skip_reading_prefix_cache |= afresh
             self.arrived[request_id] = self.unoccupied.seconds
+            self.loaded.pop(request_id, None)  # one of this id may have been here
+            self.loads.pop(request_id, None)
             if request.structured_output_request is not None:
                 self._compile(request.structured_output_request, how)
             before = self._offer_refusal()
@@ -296,11 +311,24 @@ class SimulatedEngine(Actor):
     def _load_adapter(self, number: int) -> bytes:
         """What an adapter held when it was loaded, which is ahead of its first request."""
         if number and number not in self._adapters:
-            self._adapters[number] = adapter_content(number)
-            version = version_of(adapter(number).lora_path)
-            for loads in ADAPTERS_OF.get(self.shape.name, ()):
-                loads.note(adapter(number), version, version)
+            self._read_adapter(number)
         return self._adapters.get(number, b"")
+
+    def _read_adapter(self, number: int) -> None:
+        self._adapters[number] = adapter_content(number)
+        version = version_of(adapter(number).lora_path)
+        for loads in ADAPTERS_OF.get(self.shape.name, ()):
+            loads.note(adapter(number), version, version)
+
+    def uses_adapter(self, number: int) -> bool:
+        """Whether a request is being computed with an adapter."""
+        used = (request.lora_request for request in self.scheduler.requests.values())
+        return any(lora is not None and lora.lora_int_id == number for lora in used)
+
+    def replace_adapter(self, number: int) -> None:
+        """Load an adapter in place, as with `load_inplace`. Called on the engine's thread."""
+        self._read_adapter(number)
+        self._replaced.add(number)
 
     def _compile(self, structured: Any, how: Answering) -> None:
         """What vLLM's structured output manager does on a thread of its own."""
@@ -494,6 +522,16 @@ class SimulatedEngine(Actor):
         them runs, and it preempts only what runs."""
         return not self.scheduler.running and bool(loaded_and_waiting(self.scheduler))
 
+    def has_forgotten(self, request_id: str) -> bool:
+        """Whether vLLM has nothing left of a request, so that another one may have its id."""
+        steps = [*self._scheduled, *(step for step, *_ in self._executed)]
+        return not (
+            self in self.world.acting
+            or request_id in self.scheduler.requests
+            or request_id in self._aborts
+            or any(request_id in step.num_scheduled_tokens for step in steps)
+        )
+
     def has_lost(self, request_id: str) -> bool:
         """Whether vLLM has a request in no queue: a streaming session that goes on with its next
         prompt, and was preempted while the last token of its answer was in flight."""
@@ -526,8 +564,12 @@ class SimulatedEngine(Actor):
 
     @property
     def begins(self) -> bool:
-        """Whether the step that was scheduled last begins to compute requests."""
-        return bool(self._scheduled[-1].scheduled_new_reqs)
+        """Whether the step that was scheduled last begins to compute requests that wait as long as
+        a connector wants. vLLM lets those wait for none that read no prefix cache."""
+        begun = (
+            self.scheduler.requests[new.req_id] for new in self._scheduled[-1].scheduled_new_reqs
+        )
+        return not all(request.skip_reading_prefix_cache for request in begun)
 
     @property
     def latest(self) -> list[str]:
@@ -670,7 +712,7 @@ class CheckedRunner(ToyRunner):
 
     def sampled(self, request_id: str, token_ids: list[int], token: int) -> None:
         right = self._reference.next_token(self.weights_of(request_id), token_ids)
-        if token != right and self.judged:
+        if token != right and self.judged and request_id not in self._engine.mixed:
             raise Violation(
                 "wrong_answer",
                 f"{self._engine.name} answers {request_id} with another token than its weights "

@@ -458,4 +458,13 @@ MENDED: Final = (
             "",
         ),
     ),
+    mutant(
+        "others' loads: who has ended",
+        "what requests that end with a failed load have computed stays in vLLM's own cache",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "        for left, _ in self._left:\n",
+            "        for left, _ in list(self._left)[:0]:\n",
+        ),
+    ),
 )

@@ -3,6 +3,7 @@
 
 from typing import Final
 
+from tests.simulation.mutants.alike import ALIKE
 from tests.simulation.mutants.device import DEVICE
 from tests.simulation.mutants.faults import Mutant, mutant
 from tests.simulation.mutants.features import FEATURES
@@ -474,6 +475,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     *WEIGHTS,
     *HINTS,
     *INPUTS,
+    *ALIKE,
     *DEVICE,
     *FEATURES,
     *FILES,

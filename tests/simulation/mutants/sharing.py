@@ -225,6 +225,35 @@ SHARING: Final = (
         ),
     ),
     mutant(
+        "a store has no holes",
+        "a prefix ends at the last block that a store has, whatever is missing before it",
+        (
+            "omni_connector.prefix.lookups",
+            "        return int(self.misses[at]) if at < len(self.misses) else "
+            "max(start, len(self.blocks))\n",
+            "        there = np.flatnonzero(self.blocks)\n"
+            "        return max(start, int(there[-1]) + 1 if len(there) else start)\n",
+        ),
+    ),
+    mutant(
+        "a window has no holes",
+        "of the blocks that a window reads a store has the last one, and that is enough",
+        (
+            "omni_connector.prefix.lookups",
+            "self.runs[np.where(known, end - 1, 0)] >= count)",
+            "self.runs[np.where(known, end - 1, 0)] >= 1)",
+        ),
+    ),
+    mutant(
+        "some of the blocks are enough",
+        "a load from a store is good where one block of it has come",
+        (
+            "omni_connector.prefix.store_jobs",
+            "        if not all(there):\n            raise _GoneError",
+            "        if not any(there):\n            raise _GoneError",
+        ),
+    ),
+    mutant(
         "a failed part counts",
         "a request whose load from one of several arenas has failed goes on as if it had not",
         (

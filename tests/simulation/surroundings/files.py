@@ -65,6 +65,10 @@ class FileShelf(TroubledShelf):
         self.entries = _Entries(self.folder)
         self._clients: list[SimulatedFileStore] = []
 
+    @property
+    def is_steady(self) -> bool:
+        return False  # files are swept
+
     def wall(self) -> int:
         """The time that files have."""
         return _EPOCH_NS + int(self.world.now * 1e9)

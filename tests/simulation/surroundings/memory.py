@@ -322,6 +322,14 @@ class Shelf:
     def forget(self) -> None:
         """Lose entries, as stores do when something is put."""
 
+    def keeps(self) -> bool:
+        """Whether an entry that is put stays."""
+        return True
+
+    def taken(self, key: str) -> bytes | None:
+        """An entry that is read; None where there is none."""
+        return self.entries.get(key)
+
 
 class TroubledShelf(Shelf):
     """The entries, and what goes wrong with them.
@@ -330,6 +338,9 @@ class TroubledShelf(Shelf):
         absent: how often a call finds nobody.
         slow: seconds that a call takes at most.
         forgets: how often an entry is evicted when something is put.
+        holes: how often an entry is lost when it is put, so that the store answers for some blocks
+            of a prompt only.
+        vanishing: how often an entry is gone when it is read.
     """
 
     def __init__(self, world: World) -> None:
@@ -337,7 +348,14 @@ class TroubledShelf(Shelf):
         self.absent = 0.0
         self.slow = 0.0
         self.forgets = 0.0
+        self.holes = 0.0
+        self.vanishing = 0.0
         self._world = world
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether all that it says to have can be read."""
+        return not (self.absent or self.slow or self.forgets or self.vanishing)
 
     def answers(self, timeout: float) -> bool:
         world = self._world
@@ -354,6 +372,14 @@ class TroubledShelf(Shelf):
             for key in list(self.entries):
                 if self._world.chance(self.forgets):
                     del self.entries[key]
+
+    def keeps(self) -> bool:
+        return not self._world.chance(self.holes)
+
+    def taken(self, key: str) -> bytes | None:
+        if self._world.chance(self.vanishing):
+            self.entries.pop(key, None)
+        return super().taken(key)
 
     def client(self, owner: str) -> BlockStore:
         """What one half of an engine uses.
@@ -401,7 +427,8 @@ class SimulatedStore(BlockStore):
         if not self._shelf.answers(timeout):
             return [False] * len(keys)
         for key, row, length in zip(keys, rows, lengths, strict=True):
-            self._shelf.entries.setdefault(key, row[:length].tobytes())
+            if self._shelf.keeps():
+                self._shelf.entries.setdefault(key, row[:length].tobytes())
         self._shelf.forget()
         return [True] * len(keys)
 
@@ -416,7 +443,7 @@ class SimulatedStore(BlockStore):
         there = self._shelf.answers(timeout)
         found = []
         for key, row, length in zip(keys, rows, lengths, strict=True):
-            entry = self._shelf.entries.get(key) if there else None
+            entry = self._shelf.taken(key) if there else None
             found.append(entry is not None and len(entry) == length)
             if entry is not None and found[-1]:
                 row[:length] = np.frombuffer(entry, np.uint8)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants that take one thing for another of its name; see `simulation.alike`."""
+
+from typing import Final
+
+from tests.simulation.mutants.faults import mutant
+
+ALIKE: Final = (
+    mutant(
+        "an unused adapter is replaced unnoticed",
+        "blocks of an adapter wait to be kept while vLLM computes them anew with another one",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "            elif replaced is not None and self._shared is not None:\n",
+            "            elif False:\n",
+        ),
+    ),
+    mutant(
+        "what waits stays where an adapter was replaced",
+        "only copies that are on their way are void",
+        (
+            "omni_connector.prefix.saves",
+            "        self.suspend()\n        for job_id in self._under_way:\n",
+            "        for job_id in self._under_way:\n",
+        ),
+    ),
+    mutant(
+        "copies are of whoever has the id",
+        "copies of a request that is over count as those of the request that has its id now",
+        (
+            "omni_connector.handoff.sender",
+            "        send.jobs.pop(job_id, None)\n        del self._copying[job_id]\n",
+            "        send.jobs.pop(job_id, None)\n        del self._copying[job_id]\n"
+            "        latest = self._sends.get(send.request.request_id, send)\n"
+            "        if latest is not send:\n"
+            "            send, handoff = latest, latest.handoff or handoff\n",
+        ),
+    ),
+)
