@@ -41,6 +41,9 @@ def factory(monkeypatch: pytest.MonkeyPatch) -> Factory:
         name = ".".join(parts[:count])
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(sys.modules[FACTORY], "KVConnectorFactory", made, raising=False)
+    # `register` leaves in them what it knows of this vLLM.
+    monkeypatch.setattr(plugin, "_factory", None)
+    monkeypatch.setattr(plugin, "_unregistered", None)
     return made
 
 
