@@ -37,7 +37,7 @@ _CLOSE_S: Final = 5.0
 
 
 class PinnedBytes(NamedTuple):
-    """Bytes of slots that have memory: those that a device copies by itself, and the others."""
+    """Bytes of slots that have memory. A device copies pinned ones by itself, and no others."""
 
     pinned: int = 0
     unpinned: int = 0

@@ -344,7 +344,7 @@ class StatusReport:
             self._cached_tokens += min(tokens, cached)
 
     def pinned(self, pinned: int, unpinned: int) -> None:
-        """The devices have pinned so many bytes of arenas, and not so many others."""
+        """Set how many bytes of arenas the devices have pinned, and how many they have not."""
         with self._lock:
             self._pinned_bytes = pinned
             self._unpinned_bytes = unpinned

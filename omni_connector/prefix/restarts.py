@@ -217,7 +217,7 @@ class StandIn:
         return None if over else _TURN_S
 
     def _end(self) -> None:
-        # Those that have met it see the end of their connections: it is an orphan now.
+        # Engines that are connected see the connection end, and count the arena as an orphan.
         self._listener.close()
         self._let_go()
         self._on_end()

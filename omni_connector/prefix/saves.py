@@ -75,10 +75,10 @@ _PART_A_STEP: Final = 4
 _LATEST_S: Final = 0.5
 _FEWER_STEPS: Final = 16
 
-# Steps after which vLLM knows whether a load by another connector has succeeded, beside those that
-# are under way at once in pipeline stages. If it has not, vLLM recomputes the blocks. Until then
-# other requests find the blocks in vLLM's own cache, so saves of prompts that vLLM admits meanwhile
-# are delayed.
+# Steps after which vLLM knows whether a load by another connector has succeeded. With pipeline
+# stages, the steps under way at once are added. If the load has failed, vLLM recomputes the blocks.
+# Until then other requests find them in vLLM's own cache, so saves of prompts that vLLM admits
+# meanwhile are delayed.
 _LOADED: Final = 2
 
 _IN_TABLES: Final[Mapping[int, int]] = {}

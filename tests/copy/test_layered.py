@@ -284,17 +284,22 @@ def test_bytes_without_a_name_wait_for_the_end():
     assert not forward.has(frozenset())
 
 
-def test_a_copy_waits_for_what_its_layer_marked(kv):
-    """A device computes behind its host: each layer's copy comes after that layer's mark."""
+def staged(kv, stream, layers):
+    """A save by a copier that stages, on a stream."""
     from omni_connector.copy.staged import StagedCopier
 
-    stream = kv.HostStream()
-    source = kv.build("LBHNC", 3, [[kv.Shape(2, 2, 4, 8)]], seed=1)
-    saving = Saving(
+    source = kv.build("LBHNC", 3, [[kv.Shape(layers, 2, 4, 8)]], seed=1)
+    return Saving(
         lambda canonical, layout, slots: StagedCopier(canonical, layout, stream),
         source,
         source.clone(),
     )
+
+
+def test_a_copy_waits_for_what_its_layer_marked(kv):
+    """A device computes behind its host: each layer's copy comes after that layer's mark."""
+    stream = kv.HostStream()
+    saving = staged(kv, stream, 2)
     for number, layer in enumerate(saving.layers):
         saving.forward.computed(layer, f"layer {number}")
         saving.advance(1)
@@ -307,19 +312,13 @@ def test_a_copy_waits_for_what_its_layer_marked(kv):
 def test_a_device_that_is_behind_its_launches_is_followed_layer_by_layer(kv, device_behind):
     """All layers are launched before the first is there: each copy waits for its own layer alone.
     Once the device has ended the pass, nothing is left to wait for but that."""
-    from omni_connector.copy.staged import StagedCopier
 
     class Behind(kv.HostStream):
         def reached(self, fence):
             return not device_behind
 
     stream = Behind()
-    source = kv.build("LBHNC", 3, [[kv.Shape(3, 2, 4, 8)]], seed=1)
-    saving = Saving(
-        lambda canonical, layout, slots: StagedCopier(canonical, layout, stream),
-        source,
-        source.clone(),
-    )
+    saving = staged(kv, stream, 3)
     for number, layer in enumerate(saving.layers):
         saving.forward.computed(layer, f"layer {number}")
     saving.end()

@@ -36,7 +36,10 @@ _IN_BACKGROUND = r"""
 """
 
 _RECORDED = r"""
-{name}() {{ printf '%s\0' {name} "$@" >"$OMNI_TERMINAL/$EPOCHREALTIME.command"; }}
+{name}() {{
+    local file="$OMNI_TERMINAL/$EPOCHREALTIME"
+    printf '%s\0' {name} "$@" >"$file.new" && mv "$file.new" "$file.command"
+}}
 """
 
 
@@ -147,7 +150,8 @@ class Terminal:
         return [words for _, words in self._take("*.vllm")]
 
     def recorded(self) -> list[list[str]]:
-        """Each recorded command since the last call, in order."""
+        """Each recorded command since the last call, in order; also those in the background."""
+        self.paste("wait")
         return [words for _, words in self._take("*.command")]
 
     def logs(self) -> str:
