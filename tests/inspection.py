@@ -460,16 +460,15 @@ def being_kept(half: "OmniScheduler") -> tuple[int, int]:
     return sum(len(spec.slots) for spec in keeping.values()), shared.saves.num_held
 
 
-def waiting(half: "OmniScheduler") -> set[tuple[int, bytes]]:
-    """Return the group and key of each block that is to be kept when earlier copies have ended, or
-    that a later step considers."""
-    from omni_connector.prefix.hints import Candidate
+def waiting_blocks(half: "OmniScheduler") -> list[tuple[int, Any]]:
+    """Return the blocks that are to be kept when earlier copies have ended, with their groups."""
+    waiting = () if half._shared is None else half._shared.saves._waiting
+    return [each for each in waiting if isinstance(each, tuple)]
 
-    if half._shared is None:
-        return set()
-    saves = half._shared.saves
-    waits = {(each.group, each.block_hash) for each in saves.waiting if isinstance(each, Candidate)}
-    return waits | {(run.group, key) for run in saves._filled for key in run.keys}
+
+def waiting(half: "OmniScheduler") -> set[tuple[int, bytes]]:
+    """Return the group and key of each block that is to be kept when earlier copies have ended."""
+    return {(group, key) for group, blocks in waiting_blocks(half) for key in blocks.keys}
 
 
 def looked_at(half: "OmniScheduler", request_id: str) -> list[int]:
@@ -559,12 +558,12 @@ def prefix_saves(half: "OmniScheduler") -> Any:
 
 
 def doubt(half: "OmniScheduler", had: int) -> None:
-    """Have an engine believe that another connector loads into the blocks that have filled, from
-    the token `had` on."""
+    """Have an engine believe that another connector loads into the blocks that wait, from the
+    token `had` of these on."""
     saves, blocks = prefix_saves(half), kv_blocks(half)
     of_groups: list[list[Any]] = [[] for _ in saves._groups]
-    for run in saves._filled:
-        of_groups[run.group] += [blocks[each] for each in run.block_ids]
+    for group, waits in waiting_blocks(half):
+        of_groups[group] += [blocks[each] for each in waits.block_ids]
     saves._doubt(of_groups, had)
 
 

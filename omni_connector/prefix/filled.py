@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks that have filled, as steps collect them to consider them together."""
 
-from array import array
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 import numpy as np
 
-from omni_connector.arena.native_slots import Grant
 from omni_connector.prefix.hints import NO_HINTS, FilledBlocks, Hints
 
 
@@ -46,22 +43,6 @@ class FilledRuns:
         self.runs.append((len(keys), prompt, tenant))
         self.hints.append(hints)
         self.hinted = self.hinted or hints is not NO_HINTS
-
-    @property
-    def packed(self) -> bytes:
-        """`runs` as int64 (runs, 3)."""
-        return array("q", chain.from_iterable(self.runs)).tobytes()
-
-    def grants(self) -> list[Grant]:
-        """What hints ask for the slots of runs: to be evicted later than others, or not at all."""
-        grants: list[Grant] = []
-        first = 0
-        for (count, _, tenant), hints in zip(self.runs, self.hints, strict=True):
-            if hints.is_privileged:
-                favours = hints.cache == "high"
-                grants.append(Grant(first, count, tenant, favours, hints.pin_s))
-            first += count
-        return grants
 
     def blocks(self) -> FilledBlocks:
         """All of them, each key once, with the hints of all its requests."""

@@ -6,7 +6,6 @@ A hint that cannot be followed is counted, and the request goes on without it. N
 tenant the blocks of another, because a block's key includes the cache salt.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -18,9 +17,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from omni_connector.arena.native_slots import Grant
 from omni_connector.arena.slot_index import Ints, SlotKey
-from omni_connector.arena.slot_pool import Bools, SlotPool
+from omni_connector.arena.slot_pool import NONE, Bools, SlotPool
 from omni_connector.config import HintName
 from omni_connector.errors import unknown
 from omni_connector.runtime.context import EngineContext
@@ -170,20 +168,27 @@ class FilledBlocks:
             None if self.hints is None else [self.hints[i] for i in chosen],
         )
 
-    def candidates(self, group: int, places: Ints) -> list[Candidate]:
-        """The blocks at these places, each by itself."""
-        return [
-            Candidate(
-                group,
-                self.keys[i],
-                int(self.block_ids[i]),
-                int(self.prompts[i]),
-                int(self.tenants[i]),
-                NO_HINTS if self.hints is None else self.hints[i],
-                self.cached_as[i],
-            )
-            for i in places.tolist()
-        ]
+    @classmethod
+    def joined(cls, parts: "Sequence[FilledBlocks]") -> "FilledBlocks":
+        """The blocks of several of these, each key once."""
+        known = set[bytes]()
+        new: list[FilledBlocks] = []
+        for part in parts:
+            places = [i for i, key in enumerate(part.keys) if key not in known]
+            known.update(part.keys)
+            new.append(part.at(np.array(places, np.int64)))
+        if len(new) == 1:
+            return new[0]
+        return cls(
+            [key for part in new for key in part.keys],
+            [each for part in new for each in part.cached_as],
+            np.concatenate([NONE, *(part.block_ids for part in new)]),
+            np.concatenate([NONE, *(part.prompts for part in new)]),
+            np.concatenate([NONE, *(part.tenants for part in new)]),
+            [hints for part in new for hints in part.hints or [NO_HINTS] * len(part)]
+            if any(part.hints is not None for part in new)
+            else None,
+        )
 
     def mask(self, wanted: Callable[[Hints], bool]) -> Bools:
         """Which blocks have hints of a kind."""
@@ -344,21 +349,6 @@ class HintPolicy:
         whose = zip(asking.tenants.tolist(), asking.hints, asking.keys, strict=True)
         for (tenant, hints), run in groupby(whose, key=itemgetter(0, 1)):
             self._grant(hints, tenant, group, [key for _, _, key in run])
-
-    def grant_new(self, slots: Ints, grants: Sequence[Grant]) -> bool:
-        """The same for the new blocks of a group, to which `SlotPool.keep_new` has given these
-        slots since; False, and nothing is changed, if it takes `grant`."""
-        owners = Counter[int]()
-        for each in grants:
-            owners[each.tenant] += each.count
-        with self._pool.lock:
-            pool = self._pool
-            if pool.num_privileged + owners.total() > self._max_privileged:
-                return False
-            for tenant, count in owners.items():
-                if pool.privileged_of(tenant) + count > self._max_of_tenant:
-                    return False
-            return not grants or pool.privilege_new(slots, grants, self._clock())
 
     def _grant_all(self, group: int, blocks: FilledBlocks) -> bool:
         """Follow all hints of these blocks at once, if there is room for each; whether there is."""

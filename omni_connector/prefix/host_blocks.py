@@ -20,14 +20,11 @@ from omni_connector.arena.block_index import (
     Tags,
     find_each,
     find_prefix,
-    seed_of,
     tag_of,
     tags_of,
     tags_of_words,
 )
 from omni_connector.arena.format import header_keys
-from omni_connector.arena.native_slots import MOST_NEW, NewBlocks
-from omni_connector.arena.row_table import rows_of
 from omni_connector.arena.slot_index import Ints
 from omni_connector.arena.slot_pool import NONE, Bools, KeptShards, SlotPool
 from omni_connector.config import Admission
@@ -36,8 +33,7 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.kv.stripes import SlotGroup, slot_group_ranges
 from omni_connector.prefix.attaching import Arenas
-from omni_connector.prefix.filled import FilledRuns
-from omni_connector.prefix.hints import Candidate, FilledBlocks, HintPolicy
+from omni_connector.prefix.hints import FilledBlocks, HintPolicy
 from omni_connector.prefix.neighbours import Neighbour, Neighbours
 from omni_connector.runtime.stats import Stats
 
@@ -211,7 +207,7 @@ class HostBlocks:
         self.divides = self._most_shards > 1
         empty = [np.zeros((len(numbers), 0), np.int64) for numbers in self._slot_groups]
         self._nothing = [FoundBlocks(NONE, each, each) for each in empty]
-        self._set_key_prefix(key_prefix)
+        self._key_prefix = key_prefix
         self._load_timeout = load_timeout
         self.num_slots = len(pool.generation)
         # At least one block: else blocks would wait for room that no copy makes.
@@ -398,7 +394,7 @@ class HostBlocks:
         most: int,
         max_waiting: int,
         there: Callable[[int, FilledBlocks], Bools],
-    ) -> tuple[KeepSpec | None, int, list[Candidate]]:
+    ) -> tuple[KeepSpec | None, int, list[tuple[int, FilledBlocks]]]:
         """Take slots for blocks that no arena of this host has, and make the job that saves them.
 
         The caller starts the job and enters it into `keeping`; `kept` ends it.
@@ -406,17 +402,18 @@ class HostBlocks:
         Args:
             filled: full blocks of each group.
             most: blocks that may be saved now.
-            max_waiting: blocks that may wait for a slot. Only blocks that hints ask for wait.
+            max_waiting: blocks that may wait for room.
             there: says which blocks of a group vLLM still has. It is asked about few of them.
 
         Returns:
             The job, None if no block is to be saved; the number of blocks that are dropped for lack
-            of room; and the blocks that wait. Their hints are followed when they are passed again.
+            of room; and the blocks that wait, by group. Their hints are followed when they are
+            passed again.
         """
         groups: list[tuple[int, Ints]] = [(0, NONE)] * sum(map(len, self._slot_groups))
         slots: list[Ints] = []
         keys: list[bytes] = []
-        waiting: list[Candidate] = []
+        waiting: list[tuple[int, FilledBlocks]] = []
         dropped = 0
         left = self._slots_left()
         # Before any block gets a slot, as a slot that is taken may have had one of these blocks.
@@ -433,9 +430,11 @@ class HostBlocks:
                 given = self._take(g, theirs, whose, max(0, min(most, left // len(numbers))))
                 if given.over_quota:
                     self._stats.count("blocks_over_quota", given.over_quota)
-                some = _asked_for(g, theirs, given.beyond, max_waiting - len(waiting))
-                waits.update(each.block_hash for each in some)
-                waiting += some
+                some = theirs.at(given.beyond[:max_waiting])
+                if len(some):
+                    waiting.append((g, some))
+                    max_waiting -= len(some)
+                    waits.update(some.keys)
                 dropped += given.dropped - len(some)
                 most -= given.num_blocks
                 for of_shard, (chosen, taken) in zip(kept, given.shards, strict=True):
@@ -475,50 +474,6 @@ class HostBlocks:
             )
         shards = [(given.chosen, given.slots)]
         return KeptShards(shards, len(given.slots), given.over_quota, given.dropped, given.beyond)
-
-    def keep_new(self, filled: Sequence[FilledRuns], most: int) -> KeepSpec | None:
-        """Take slots for blocks and make the job that saves them, if nothing has to be decided.
-
-        That is so if no engine has one of them, all are admitted, and there is room for all. Most
-        batches are such, as nobody else has computed the answers of requests.
-
-        Args:
-            filled: blocks of each group that vLLM still has.
-            most: blocks that may be saved now.
-
-        Returns:
-            The job, to be started as one of `keep`; None if `keep` has to decide.
-        """
-        pairs = zip(self._slot_groups, filled, strict=True)
-        wanted = [(numbers, each) for numbers, each in pairs if each.keys]
-        if self.divides and any(len(numbers) > 1 for numbers, _ in wanted):
-            return None  # machine code takes slots in any stripe
-        counts = [len(each.keys) for _, each in wanted]
-        if not wanted or sum(counts) > self.room(most) or max(counts) > MOST_NEW:
-            return None
-        groups = [
-            NewBlocks(n, each.keys, rows_of(n, each.keys), each.packed, self._seeds[n])
-            for n, each in ((numbers.start, each) for numbers, each in wanted)
-        ]
-        indexes = [each.index for each in self._living()]
-        with self._pool.lock:
-            taken = self._pool.keep_new(groups, indexes, self._admission)
-            if taken is None:
-                return None
-            slots = taken[0] if len(taken) == 1 else np.concatenate(taken)
-            generations = self._pool.generation[slots]
-        sizes = [0] * sum(map(len, self._slot_groups))
-        block_ids: list[int] = []
-        keys: list[bytes] = []
-        for (numbers, each), theirs in zip(wanted, taken, strict=True):
-            number = numbers.start
-            sizes[number] = len(each.keys)
-            block_ids += each.block_ids
-            keys += header_keys(self._key_prefix, number, each.keys)
-            if each.hinted and not self._hint_policy.grant_new(theirs, each.grants()):
-                self._hint_policy.grant(number, each.blocks())
-        blocks = BlockSpans(np.array(block_ids, np.int64), tuple(sizes), (0,) * len(sizes))
-        return KeepSpec(blocks=blocks, slots=slots, generations=generations, keys=keys)
 
     def _living(self) -> Sequence[Neighbour]:
         """This engine and its neighbours. Orphans do not count, as they go soon: what is read from
@@ -656,32 +611,16 @@ class HostBlocks:
 
     def rename(self, key_prefix: bytes) -> None:
         """Give new blocks keys of this prefix. The blocks of now are not found any more."""
-        self._set_key_prefix(key_prefix)
+        self._key_prefix = key_prefix
         with self._pool.lock:
             self._pool.forget()  # without hand-offs nothing else calls it
             assert self._pool.listing is not None
             self._pool.listing.key_prefix = key_prefix
 
-    def _set_key_prefix(self, key_prefix: bytes) -> None:
-        self._key_prefix = key_prefix
-        self._seeds = [seed_of(key_prefix, n) for numbers in self._slot_groups for n in numbers]
-
     def close(self) -> None:
         """Stop sharing, and close the index. Idempotent."""
         self._neighbours.close()
         self._own.index.close()
-
-
-def _asked_for(group: int, blocks: FilledBlocks, places: Ints, most: int) -> list[Candidate]:
-    """Those of some blocks of a group that hints ask for in the arena, `most` at most.
-
-    Args:
-        places: of these blocks.
-    """
-    if blocks.hints is None:
-        return []
-    asked = blocks.mask(attrgetter("keeps_here"))
-    return blocks.candidates(group, places[asked[places]][: max(0, most)])
 
 
 def _chosen(blocks: FilledBlocks, tags: Tags, chosen: Bools) -> tuple[FilledBlocks, Tags]:

@@ -72,10 +72,9 @@ class SharedPrompt:
     states: dict[tuple[int, int], int] = field(default_factory=dict)
     keeps: int = 0  # jobs that save its blocks to the arena; an estimate
     number: int = 0  # a small one, for `Candidate.prompt`
-    answers: bool = False  # what it computes from now on are tokens of its answer
     scheduled: bool = False  # vLLM has computed tokens of it since it allocated blocks
     end_kept: bool = False  # a tail ends with it, or shortly before its end
-    due: int = 0  # the step in which `PrefixSaves` checks whether a block has filled
+    doubtful_until: int = 0  # the step from which on its blocks are kept; see `saves._LOADED`
     hashes: list[list[bytes]] = field(default_factory=list)  # vLLM's, of each group
     names: list[list[bytes]] = field(default_factory=list)  # of the same blocks; see `block_names`
     found: Found | None = None

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves of the blocks that a step fills, to the own arena and to the store.
+"""Saves of full blocks, to the own arena and to the store.
+
+Blocks of a prompt are considered when a step has computed them, and those of its answer when the
+request ends. Where blocks leave a window, or hold a state that later steps overwrite, those of an
+answer are considered when they have filled, too.
 
 Copies under way hold their blocks (see `CopyLedger`), at most a quarter of the engine's blocks.
-Further blocks wait until copies have ended. A waiting block is not held: it is copied later if vLLM
-still finds it by its hash. With EAGLE and MTP this hash does not cover all that a block was
-computed from. So only blocks that a hint asks for wait then, and others are dropped.
+Further blocks wait in one queue until copies have ended. A waiting block is not held: it is copied
+later if vLLM still finds it by its hash. With EAGLE and MTP this hash does not cover all that a
+block was computed from, so blocks are dropped then.
 """
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
-from dataclasses import replace
 from functools import partial
 from itertools import cycle
-from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -26,7 +28,7 @@ from omni_connector.copy.held_blocks import (
     End,
     EngineBlock,
 )
-from omni_connector.copy.prefix_jobs import KeepSpec, StoreSaveSpec
+from omni_connector.copy.prefix_jobs import StoreSaveSpec
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, whole_blocks
 from omni_connector.prefix.block_changes import BlockChanges
@@ -57,24 +59,6 @@ _RECENT_S: Final = 30.0
 # a request. One that takes longer waits for the store.
 _COPY_S: Final = 0.1
 
-# Filled blocks are considered together: when there are so many of prompts, or so many in all, or as
-# many as copies may hold at once, or when so many steps have been made since the first of them
-# filled, or when the engine has nothing to compute. Many blocks cost the engine's thread little
-# more than one. Blocks of prompts are more urgent, as the next request may begin with them.
-_MANY_OF_PROMPTS: Final = 64
-_MANY: Final = 64
-_LATEST: Final = 64
-
-# Filled blocks that a step considers: so many, which bounds what it takes, or this part of them if
-# that is more, so that steps that fill hundreds leave no more behind than later ones consider.
-_A_STEP: Final = 96
-_PART_A_STEP: Final = 4
-
-# Seconds after which fewer steps are enough, so that other engines find the blocks soon where a
-# step takes long.
-_LATEST_S: Final = 0.5
-_FEWER_STEPS: Final = 16
-
 # Steps after which vLLM knows whether a load by another connector has succeeded. With pipeline
 # stages, the steps under way at once are added. If the load has failed, vLLM recomputes the blocks.
 # Until then other requests find them in vLLM's own cache, so saves of prompts that vLLM admits
@@ -89,49 +73,25 @@ _TAILS_KEPT: Final = "tails_kept"
 # More tokens than any request has: no block fills any more that is kept.
 _NEVER: Final = 1 << 62
 
-# Blocks of answers are looked for in steps whose number is a multiple of this, so that blocks of
-# many answers are considered in one step.
-_TOGETHER: Final = 8
-
-# Tokens by which an answer grows between two looks for its full blocks, at most. The last blocks
-# are looked for when the answer ends. Nobody asks for them before, and a look costs little more for
-# many blocks than for one.
-_ANSWER_TOKENS: Final = 256
-
-# A window in which blocks stay for fewer tokens is looked at in each step.
-_LEAST_ANSWER_TOKENS: Final = 64
-
 
 class _Run(NamedTuple):
-    """Consecutive blocks of one group of a prompt that have filled and are not considered yet.
+    """Consecutive full blocks of one group of a prompt.
 
     Attributes:
         group: position among the transferred groups.
         prompt: whose blocks they are.
-        of_prompt: whether they count as blocks of a prompt, and not of an answer.
-        step: in which they were entered.
         keys, hashes, block_ids: of each block. The ids are null blocks for blocks not to be kept.
     """
 
     group: int
     prompt: SharedPrompt
-    of_prompt: bool
-    step: int
     keys: list[bytes]
     hashes: list[bytes]
     block_ids: list[int]
 
-    def part(self, begin: int, end: int | None) -> "_Run":
-        """Some of these blocks."""
-        return self._replace(
-            keys=self.keys[begin:end],
-            hashes=self.hashes[begin:end],
-            block_ids=self.block_ids[begin:end],
-        )
-
 
 class PrefixSaves:
-    """Starts the copies of blocks that have filled.
+    """Starts the copies of full blocks.
 
     Args:
         tokens_a_step: tokens by which an answer grows in a step at most.
@@ -152,9 +112,7 @@ class PrefixSaves:
     Attributes:
         alone: see there.
         stores: whether blocks are stored: not while no other engine could find them.
-        waiting: blocks to copy in later steps, which may be steps without tokens. A finished prompt
-            stands behind its last waiting block.
-        num_filled: blocks that have filled and are not considered yet.
+        num_waiting: blocks to copy in later steps, which may be steps without tokens.
         queued: jobs that start with the next step, by number. `SharedPrefix.build` takes them.
     """
 
@@ -175,28 +133,18 @@ class PrefixSaves:
         context: EngineContext,
         changes: BlockChanges[Any] | None,
     ) -> None:
-        self._tokens_a_step = tokens_a_step
         self._step = 0
         # Step up to which a load by another connector may turn out to have failed; see `_LOADED`.
         self._doubtful_until = 0
         self._loaded_after = _LOADED + stages
-        # The prompts to look at, by step number: most steps fill no block of an answer.
-        self._due: dict[int, dict[SharedPrompt, None]] = {}
-        # Whether all blocks are still there a few steps after they have filled. Else a block may
-        # have left its window, or hold a later state.
-        cached = [shape for shape in groups.shapes if shape.is_cached]
-        kept_for = _tokens_kept(cached) - _TOGETHER * tokens_a_step - groups.tokens_ahead
-        self._lasting = kept_for > _LEAST_ANSWER_TOKENS
-        self._together = _TOGETHER if self._lasting else 1
-        # Whether filled blocks may be considered in later steps. A block is recognized then by
-        # vLLM's hash, which with a drafter does not cover all that its KV was computed from.
-        self._batches = self._lasting and not groups.tokens_ahead
-        # A block is looked at fewer than so many tokens after it has filled; at once where it is 0.
-        most = max(shape.block_size for shape in groups.shapes)
-        self._answer_tokens = max(0, min(_ANSWER_TOKENS, kept_for - 1 - most))
-        if stores or not self._batches:
-            self._answer_tokens = 0
-        self._first_looks = cycle(range(0, self._answer_tokens + 1, 5))
+        # The prompts of which steps may fill blocks that are to be considered at once.
+        self._filling: dict[SharedPrompt, None] = {}
+        # Tokens for which a request keeps each block of its answer as it has filled.
+        self._keeps = _tokens_kept(groups.shapes) - 2 * tokens_a_step - groups.tokens_ahead
+        # Whether its last blocks are kept as they filled when it ends: not those of states.
+        self._lasting = tails is None and all(
+            shape.attention_type != "last" for shape in groups.shapes if shape.is_cached
+        )
         self._prefix = prefix
         self._host = host
         self._has_store = stores
@@ -208,41 +156,30 @@ class PrefixSaves:
         self._tokens_ahead = groups.tokens_ahead
         self._num_blocks = num_blocks
         self._max_held = max(1, num_blocks // _HELD_PART)
-        self._many_of_prompts = min(_MANY_OF_PROMPTS, self._max_held)
-        self._many = min(_MANY, self._max_held)
         self.alone = alone
         self._tails = tails
         self._states = [g for g, each in enumerate(groups.shapes) if each.attention_type == "last"]
         self._drafts_states = tokens_a_step > 1 and bool(self._states)
         self._finds = finds
-        self._clock = context.clock
         self._stats = context.stats
+        self._clock = context.clock
         self._changes = changes
         self.num_held = 0
         # The jobs under way, and whether what they copy is what their blocks are named after.
         self._under_way: dict[int, bool] = {}
         self.queued: dict[int, TransferSpec] = {}
-        self.waiting: deque[Candidate | SharedPrompt] = deque()
+        # Blocks of groups for which copies had no room; their number. A request that has ended
+        # stands behind its last ones.
+        self._waiting: deque[tuple[int, FilledBlocks] | SharedPrompt] = deque()
+        self.num_waiting = 0
         # For `Candidate.prompt`, so that waiting blocks of different prompts differ.
         self._prompt_numbers = cycle(range(256))
         self._sent = ExpiringSet[BlockName](_RECENT_S, context.clock)
-        # Blocks that have filled and are not considered yet; how many of them are of prompts; when
-        # they are considered at the latest if the steps take long; and whether steps are
-        # considering them, as many a step as it has time for.
-        self._filled: deque[_Run] = deque()
-        self.num_filled = 0
-        self._num_of_prompts = 0
-        self._consider_at = 0.0
-        self._considering = False
-        # The prompts that have ended since, and the number of blocks to be considered before each
-        # is over: counted from the start, as `_num_considered` is.
-        self._over: deque[tuple[SharedPrompt, int]] = deque()
-        self._num_considered = 0
 
     @property
     def has_work(self) -> bool:
         """Whether a step without tokens would start copies."""
-        return bool(self.waiting or self.num_filled)
+        return bool(self._waiting)
 
     def build(
         self,
@@ -260,179 +197,68 @@ class PrefixSaves:
                 this step into place only after its copies have begun.
         """
         self._step += 1
-        for prompt in self._due.pop(self._step, ()):
+        runs: list[_Run] = []
+        for prompt in list(self._filling):
             request = prompt.request
-            steps = 1
             # Until it is scheduled, its blocks may be those of a load under way.
             if tokens := scheduled.get(request.request_id):
-                had = prompt.had
-                prompt.had = None
-                prompt.scheduled = True
-                if had is not None:  # vLLM has just admitted it
-                    # Alone, it has found the rest within a block itself (`--prefix-match-unit`).
-                    if request.num_computed_tokens > had and not self.alone:
-                        self._doubt(blocks_of(request.request_id), had)
-                    if self._step <= self._doubtful_until:
-                        self.look_at(prompt, self._loaded_after)
-                        continue
-                end = request.num_computed_tokens + tokens
-                if end >= prompt.fills_at:
+                fills = request.num_computed_tokens + tokens >= prompt.fills_at
+                if fills or not self._lasting:
                     has_drafts = request.request_id in drafted
-                    in_place = request.num_computed_tokens if has_drafts else end
-                    self._save(meta, prompt, end, blocks_of, in_place)
-                if self._drafts_states and end >= prompt.fills_at - self._tokens_ahead:
-                    self._note_states(prompt, end, blocks_of)
-                if self._tails is not None and had is None:
-                    self._keep_prompt(meta, prompt, self._tails, blocks_of)
-                lacks = prompt.fills_at - max(end, request.num_tokens)
-                if self._drafts_states:
-                    lacks -= self._tokens_ahead  # to note its states
-                if lacks > 0:  # only tokens of its answer will fill the next block
-                    # Answers that began together are looked at in different steps, first and later.
-                    if prompt.answers and self._answer_tokens:
-                        lacks += -lacks % self._answer_tokens
-                    elif self._answer_tokens:
-                        lacks += next(self._first_looks)
-                    prompt.answers = True
-                    steps = -(-lacks // self._tokens_a_step)
-                    steps += -(self._step + steps) % self._together
-                if self._tails is not None and end <= request.num_prompt_tokens:
-                    steps = 1  # the step after the prompt's last one overwrites the state
-            self.look_at(prompt, steps)
+                    runs += self._look_at(meta, prompt, tokens, blocks_of, has_drafts)
         if self._host is None:
             return
-        if self.num_filled and (most := self._num_due(computes=bool(scheduled))):
-            self._consider(meta, self._host, most)
-        elif self.waiting:
-            self._keep_waiting(meta, self._host)
+        if self._waiting:
+            self._keep_waiting(meta.saves, self._host)
+        if runs:
+            self._keep(meta.saves, self._host, runs)
 
-    def _num_due(self, *, computes: bool) -> int:
-        """How many of the filled blocks this step considers."""
-        if not (computes and self._batches):
-            return self.num_filled
-        # Not in a step that looks at answers, which takes its time, too.
-        at_leisure = self._step % self._together > 0
-        if not self._considering:
-            self._considering = self._num_of_prompts >= self._many_of_prompts or (
-                at_leisure and (self.num_filled >= self._many or self._is_late())
-            )
-        if not self._considering or not (at_leisure or self._num_of_prompts):
-            return 0
-        return max(_A_STEP, self.num_filled // _PART_A_STEP)
-
-    def _is_late(self) -> bool:
-        steps = self._step - self._filled[0].step
-        return steps >= _LATEST or (steps >= _FEWER_STEPS and self._clock() >= self._consider_at)
-
-    def _room(self, host: HostBlocks) -> int:
-        """How many filled blocks may be considered now. The others wait; considered blocks for
-        which copies have no room are dropped."""
-        if self._tokens_ahead:  # with EAGLE and MTP
-            return self.num_filled
-        # No more blocks wait than vLLM has, as its cache would lack some; nor more than the arena
-        # has slots, as they would replace each other there.
-        beyond = self.num_filled - min(self._num_blocks, host.num_slots)
-        return max(beyond, host.room(self._max_held - self.num_held))
-
-    def _take_filled(self, most: int, room: int) -> list[FilledRuns]:
-        """The filled blocks to consider now, those first that filled first.
-
-        Args:
-            most: blocks that are considered at most.
-            room: those of them at most that no hint asks for in the arena.
-        """
-        columns = [FilledRuns() for _ in self._groups]
-        prompts = set[SharedPrompt]()
-        left = most
-        while left and self._filled:
-            run = self._filled[0]
-            count = min(len(run.keys), left)
-            if not run.prompt.hints.keeps_here:
-                count = min(count, room)
-                room -= count
-            if not count:
-                break
-            self._filled.popleft()
-            if count < len(run.keys):
-                self._filled.appendleft(run.part(count, None))
-                run = run.part(0, count)
-            left -= count
-            self.num_filled -= count
-            self._num_considered += count
-            if run.of_prompt:
-                self._num_of_prompts -= count
-            prompt = run.prompt
-            if prompt not in prompts:
-                prompts.add(prompt)
-                if not prompt.keeps:
-                    found = (prompt.reached or 0) // self._unit
-                    prompt.number = next(self._prompt_numbers) * DEPTHS + depth_of(found)
-                prompt.keeps += 1 + prompt.hints.keeps_here  # waiting blocks make a second job
-            columns[run.group].add(
-                run.keys,
-                run.hashes,
-                run.block_ids,
-                prompt=prompt.number,
-                tenant=prompt.tenant,
-                hints=prompt.hints,
-            )
-        return columns
-
-    def _consider(self, meta: CopyWork, host: HostBlocks, most: int) -> None:
-        """Keep blocks that have filled, `most` at most."""
-        # Since an earlier step vLLM may have freed blocks, and given them to others.
-        unsure = self._filled[0].step != self._step
-        runs = self._take_filled(most, self._room(host))
-        # Few blocks of answers are left to the next batch: a batch costs more than what it has.
-        self._considering = self._num_of_prompts > 0 or self.num_filled >= self._many
-        if self.waiting:
-            self._keep_waiting(meta, host)
-        if self.waiting or not self._keep_new(meta.saves, host, runs, unsure):
-            self._choose(meta, host, [each.blocks() for each in runs], unsure)
-        while self._over and self._over[0][1] <= self._num_considered:
-            prompt, _ = self._over.popleft()
-            self._leave(prompt)
-
-    def _keep_new(
+    def _look_at(
         self,
-        saves: dict[int, TransferSpec],
-        host: HostBlocks,
-        runs: Sequence[FilledRuns],
-        unsure: bool,
-    ) -> bool:
-        """Keep blocks of which none is found anywhere, and all are wanted; whether they are such.
+        meta: CopyWork,
+        prompt: SharedPrompt,
+        tokens: int,
+        blocks_of: BlocksOf,
+        has_drafts: bool,
+    ) -> list[_Run]:
+        """Store the blocks that fill with the next tokens of a prompt; return those to keep."""
+        request = prompt.request
+        had, prompt.had = prompt.had, None
+        prompt.scheduled = True
+        if had is not None:  # vLLM has just admitted it
+            # Alone, it has found the rest within a block itself (`--prefix-match-unit`).
+            if request.num_computed_tokens > had and not self.alone:
+                self._doubt(blocks_of(request.request_id), had)
+            if self._step <= self._doubtful_until:
+                prompt.doubtful_until = self._step + self._loaded_after
+        if self._step < prompt.doubtful_until:
+            return []
+        runs: list[_Run] = []
+        end = request.num_computed_tokens + tokens
+        if end >= prompt.fills_at:
+            in_place = request.num_computed_tokens if has_drafts else end
+            runs = self._save(meta.saves, prompt, end, blocks_of, in_place)
+            if self._lasting and prompt.fills_at - self._tokens_ahead > request.num_tokens:
+                self._await_answer(prompt)
+        if self._drafts_states and end >= prompt.fills_at - self._tokens_ahead:
+            self._note_states(prompt, end, blocks_of)
+        if self._tails is not None and had is None:
+            self._keep_prompt(meta, prompt, self._tails, blocks_of)
+        return runs
 
-        Args:
-            unsure: whether vLLM may have evicted some of them.
-        """
-        if unsure:
-            for group, each in enumerate(runs):
-                if not all(self._still_there(group, each.block_ids, each.hashes)):
-                    return False
-        spec = host.keep_new(runs, self._max_held - self.num_held)
-        if spec is None:
-            return False
-        self._start(saves, host, spec)
-        return True
+    def _await_answer(self, prompt: SharedPrompt) -> None:
+        """Only the answer fills further blocks: look at them before one leaves its window, or when
+        the request ends."""
+        if self._keeps >= _NEVER // 2:
+            del self._filling[prompt]
+        else:
+            prompt.fills_at += max(0, self._keeps)
 
-    def _choose(
-        self, meta: CopyWork, host: HostBlocks, new: list[FilledBlocks], unsure: bool
-    ) -> None:
-        """Keep those of these blocks that are wanted, as far as there is room."""
-        if self.waiting:  # new blocks that may wait queue up behind
-            asked = [np.flatnonzero(each.mask(attrgetter("keeps_here"))) for each in new]
-            pairs = list(zip(new, asked, strict=True))
-            self._keep(meta.saves, host, [each.at(places) for each, places in pairs], 0, unsure)
-            others = [np.setdiff1d(np.arange(len(each)), places) for each, places in pairs]
-            new = [each.at(places) for each, places in zip(new, others, strict=True)]
-        self._keep(meta.saves, host, new, self._max_held - self.num_held, unsure)
-
-    def look_at(self, prompt: SharedPrompt, steps: int = 1) -> None:
-        """Check after `steps` steps whether blocks of a prompt have filled."""
-        self._forget(prompt)
+    def begin(self, prompt: SharedPrompt) -> None:
+        """vLLM has allocated blocks for a prompt, which steps fill from now on."""
+        prompt.fills_at = 0
         if prompt.hints.cache != "no":
-            prompt.due = self._step + steps
-            self._due.setdefault(prompt.due, {})[prompt] = None
+            self._filling[prompt] = None
 
     def finish(self, prompt: SharedPrompt, blocks_of: BlocksOf | None) -> None:
         """The prompt's request has ended; vLLM still has its blocks.
@@ -441,29 +267,32 @@ class PrefixSaves:
             blocks_of: as for `build`; None where it is not known with which weights the last blocks
                 were computed: they are not kept.
         """
-        self._forget(prompt)
-        if blocks_of is not None and self._tails is not None:
-            self._keep_tail(prompt, self._tails, blocks_of)
-        if self._host is None:
-            return
-        request = prompt.request
-        # The last token of an answer is not computed.
-        end = min(request.num_computed_tokens, request.num_tokens - 1)
-        if (
-            blocks_of is not None
-            and self._batches
-            and prompt.scheduled
+        self._filling.pop(prompt, None)
+        if blocks_of is not None:
+            if self._tails is not None:
+                self._keep_tail(prompt, self._tails, blocks_of)
+            # The last token of an answer is not computed.
+            end = min(prompt.request.num_computed_tokens, prompt.request.num_tokens - 1)
+            if self._lasting and self._may_keep(prompt):
+                runs = self._save(self.queued, prompt, end, blocks_of, end)
+                if self._host is not None and runs:
+                    self._keep(self.queued, self._host, runs)
+        if self._host is not None:
+            if self._waiting:
+                self._waiting.append(prompt)
+            # A single job of a single group leaves its slots in the right order.
+            elif prompt.keeps * len(self._groups) > 1:
+                self._put_in_order(self._host, prompt)
+
+    def _may_keep(self, prompt: SharedPrompt) -> bool:
+        """Whether a request's last blocks hold what vLLM has computed for it, and are wanted."""
+        return (
+            prompt.scheduled
             and prompt.had is None
             and not prompt.jobs
             and prompt.hints.cache != "no"
-            and self._step > self._doubtful_until
-            and end >= prompt.fills_at
-        ):
-            self._fill(prompt, end, blocks_of, end)
-        if self.num_filled:
-            self._over.append((prompt, self._num_considered + self.num_filled))
-        else:
-            self._leave(prompt)
+            and self._step >= prompt.doubtful_until
+        )
 
     def _keep_tail(self, prompt: SharedPrompt, tails: Tails, blocks_of: BlocksOf) -> None:
         """Keep the blocks in which a request ends, and store them.
@@ -536,12 +365,8 @@ class PrefixSaves:
             elsewhere: blocks that are not in the request's table, by vLLM's group.
         """
         if (
-            not prompt.scheduled
-            or prompt.had is not None
-            or prompt.jobs
-            or prompt.hints.cache == "no"
+            not self._may_keep(prompt)
             or max(prompt.sent) >= _NEVER
-            or self._step <= self._doubtful_until
             or prompt.kept_tokens(end) < end
             or not tails.may_end(prompt, end)
         ):
@@ -600,7 +425,7 @@ class PrefixSaves:
             FilledBlocks.of([Candidate(g, name, block_id, TAILS, prompt.tenant)])
             for g, block_id in enumerate(block_ids)
         ]
-        self._keep(saves, host, filled, most, unsure=False, counted_as=_TAILS_KEPT)
+        self._copy(saves, host, filled, most, _all_there, counted_as=_TAILS_KEPT)
 
     def _store_tail(self, saves: dict[int, TransferSpec], spec: StoreSaveSpec) -> None:
         names = list(enumerate(spec.hashes))
@@ -613,48 +438,62 @@ class PrefixSaves:
         counted_as = _TAILS_KEPT if self._host is None else None
         self._store(saves, spec, len(names), counted_as)
 
-    def _leave(self, prompt: SharedPrompt) -> None:
-        if self.waiting and prompt.hints.keeps_here:
-            self.waiting.append(prompt)
-        else:
-            self._put_in_order(prompt)
+    def _put_in_order(self, host: HostBlocks, prompt: SharedPrompt) -> None:
+        ends = [min(sent, MAX_IN_ORDER) for sent in prompt.sent]
+        hashes = [prompt.full_hashes(g, 0, end) for g, end in enumerate(ends)]
+        names = [prompt.names_of(g, 0, of_group) for g, of_group in enumerate(hashes)]
+        host.finished([prompt.keys(of_group) for of_group in names])
 
-    def _put_in_order(self, prompt: SharedPrompt) -> None:
-        # A single job of a single group leaves its slots in the right order.
-        if self._host is not None and prompt.keeps * len(self._groups) > 1:
-            ends = [min(sent, MAX_IN_ORDER) for sent in prompt.sent]
-            hashes = [prompt.full_hashes(g, 0, end) for g, end in enumerate(ends)]
-            names = [prompt.names_of(g, 0, of_group) for g, of_group in enumerate(hashes)]
-            self._host.finished([prompt.keys(of_group) for of_group in names])
+    def _room(self, host: HostBlocks) -> int:
+        return host.room(self._max_held - self.num_held)
 
-    def _forget(self, prompt: SharedPrompt) -> None:
-        if due := self._due.get(prompt.due):
-            due.pop(prompt, None)
-            if not due:
-                del self._due[prompt.due]
+    def _keep(self, saves: dict[int, TransferSpec], host: HostBlocks, runs: Sequence[_Run]) -> None:
+        """Copy blocks to the arena, as many as there is room for; the others wait."""
+        self._copy(saves, host, self._columns(runs), self._room(host), _all_there)
 
-    def _keep_waiting(self, meta: CopyWork, host: HostBlocks) -> None:
+    def _keep_waiting(self, saves: dict[int, TransferSpec], host: HostBlocks) -> None:
         """Copy waiting blocks, as many as there is room for."""
-        room = min(_AT_ONCE, host.room(self._max_held - self.num_held))
-        turn: dict[tuple[int, bytes], Candidate] = {}
+        left = room = min(_AT_ONCE, self._room(host))
+        now: list[list[FilledBlocks]] = [[] for _ in self._groups]
         over: list[SharedPrompt] = []
-        while self.waiting:
-            first = self.waiting[0]
+        while self._waiting and (left or isinstance(self._waiting[0], SharedPrompt)):
+            first = self._waiting.popleft()
             if isinstance(first, SharedPrompt):
                 over.append(first)
-            elif len(turn) < room and (name := (first.group, first.block_hash)) not in turn:
-                turn[name] = first
-            else:
-                break
-            self.waiting.popleft()
-        of_groups: list[list[Candidate]] = [[] for _ in self._groups]
-        for each in turn.values():
-            of_groups[each.group].append(each)
-        self._keep(
-            meta.saves, host, [FilledBlocks.of(each) for each in of_groups], room, unsure=True
-        )
+                continue
+            group, blocks = first
+            count = min(len(blocks), left)
+            left -= count
+            now[group].append(blocks.at(np.arange(count)))
+            if count < len(blocks):
+                self._waiting.appendleft((group, blocks.at(np.arange(count, len(blocks)))))
+        self.num_waiting -= room - left
+        # Meanwhile vLLM may have freed blocks, and given them to others.
+        self._copy(saves, host, [*map(FilledBlocks.joined, now)], room, self._there)
         for prompt in over:
-            self._put_in_order(prompt)
+            self._put_in_order(host, prompt)
+
+    def _columns(self, runs: Iterable[_Run]) -> list[FilledBlocks]:
+        """The blocks of these runs, by group."""
+        columns = [FilledRuns() for _ in self._groups]
+        prompts = set[SharedPrompt]()
+        for run in runs:
+            prompt = run.prompt
+            if prompt not in prompts:
+                prompts.add(prompt)
+                if not prompt.keeps:
+                    found = (prompt.reached or 0) // self._unit
+                    prompt.number = next(self._prompt_numbers) * DEPTHS + depth_of(found)
+                prompt.keeps += 1
+            columns[run.group].add(
+                run.keys,
+                run.hashes,
+                run.block_ids,
+                prompt=prompt.number,
+                tenant=prompt.tenant,
+                hints=prompt.hints,
+            )
+        return [each.blocks() for each in columns]
 
     def _doubt(self, blocks: Sequence[Sequence[EngineBlock]], had: int) -> None:
         """A connector beside this one loads blocks of a request, from the token `had` on."""
@@ -682,8 +521,8 @@ class PrefixSaves:
                 self._void(job_id)
 
     def distrust(self) -> None:
-        """Blocks that have filled may hold other KV than that they are named after: keep none, nor
-        what is being copied."""
+        """Full blocks may hold other KV than that they are named after: keep none that waits or is
+        being copied."""
         self.suspend()
         for job_id in self._under_way:
             self._void(job_id)
@@ -693,64 +532,51 @@ class PrefixSaves:
         self._ledger.revoke([job_id])
 
     def _leave_out(self, block_ids: Set[int]) -> None:
-        """Keep none of these blocks of those that have filled."""
-        for run in self._filled:
-            run.block_ids[:] = [NULL_BLOCK_ID if i in block_ids else i for i in run.block_ids]
-        for place, each in enumerate(self.waiting):
-            if isinstance(each, Candidate) and each.block_id in block_ids:
-                self.waiting[place] = replace(each, block_id=NULL_BLOCK_ID)
+        """Keep none of these blocks of those that wait."""
+        void = np.fromiter(block_ids, np.int64, len(block_ids))
+        for each in self._waiting:
+            if not isinstance(each, SharedPrompt):
+                _, blocks = each
+                blocks.block_ids[np.isin(blocks.block_ids, void)] = NULL_BLOCK_ID
 
     def _there(self, group: int, blocks: FilledBlocks) -> NDArray[np.bool_]:
         """Which of these blocks vLLM's own prefix cache still finds."""
-        there = self._still_there(group, blocks.block_ids.tolist(), blocks.cached_as)
-        return np.array(there, bool)
-
-    def _still_there(
-        self, group: int, block_ids: Sequence[int], hashes: Sequence[bytes]
-    ) -> list[bool]:
-        """Which of some blocks still hold what an earlier step has filled them with."""
-        there = self._finds(self._group_ids[group], block_ids, hashes)
+        block_ids = blocks.block_ids.tolist()
+        there = self._finds(self._group_ids[group], block_ids, blocks.cached_as)
         if self._drafts_states and group in self._states:
             # Another request may have taken one, and with drafts its state follows its hash.
             pairs = zip(there, block_ids, strict=True)
             there = [found and self._ledger.is_free(block_id) for found, block_id in pairs]
-        return there
+        return np.array(there, bool)
 
-    def _keep(
+    def _copy(
         self,
         saves: dict[int, TransferSpec],
         host: HostBlocks,
         filled: Sequence[FilledBlocks],
         most: int,
-        unsure: bool,
+        there: Callable[[int, FilledBlocks], NDArray[np.bool_]],
         counted_as: str | None = None,
     ) -> None:
         """Start a job that copies blocks to the arena, and enter it into `saves`.
 
         Args:
-            unsure: whether vLLM may have evicted some of them.
+            most: blocks that are copied at most; others wait.
+            there: see `HostBlocks.keep`.
             counted_as: counter of the jobs that succeed.
         """
         if not any(map(len, filled)):
             return
-        # More waiting blocks than vLLM has blocks cannot all be in vLLM's cache.
-        max_waiting = self._num_blocks - len(self.waiting)
-        there = self._there if unsure else _all_there
+        # No more blocks wait than vLLM has, as its cache would lack some; and with EAGLE and MTP
+        # none.
+        max_waiting = 0 if self._tokens_ahead else max(0, self._num_blocks - self.num_waiting)
         spec, dropped, waiting = host.keep(filled, most, max_waiting, there)
-        self.waiting += waiting
+        self._waiting += waiting
+        self.num_waiting += sum(len(blocks) for _, blocks in waiting)
         if dropped:
             self._stats.count("blocks_dropped", dropped)
-        if spec is not None:
-            self._start(saves, host, spec, counted_as)
-
-    def _start(
-        self,
-        saves: dict[int, TransferSpec],
-        host: HostBlocks,
-        spec: KeepSpec,
-        counted_as: str | None = None,
-    ) -> None:
-        """Start a job that copies blocks to the arena; see `_keep`."""
+        if spec is None:
+            return
         # A block that is divided has several slots.
         number = len(set(spec.blocks.held)) if host.divides else len(spec.slots)
 
@@ -781,8 +607,8 @@ class PrefixSaves:
 
     def _fill(
         self, prompt: SharedPrompt, computed: int, blocks_of: BlocksOf, in_place: int
-    ) -> list[tuple[int, list[bytes], list[int]]]:
-        """Enter the blocks of a prompt that have filled since the last time.
+    ) -> tuple[list[tuple[int, list[bytes], list[int]]], list[_Run]]:
+        """The blocks of a prompt that have filled since the last time.
 
         Args:
             computed: tokens of the prompt that are computed with this step.
@@ -790,9 +616,11 @@ class PrefixSaves:
 
         Returns:
             For each group the index of the first block, names, and ids of the blocks, null blocks
-            in the place of blocks that vLLM's prefix cache does not find.
+            in the place of blocks that vLLM's prefix cache does not find. And those that may be
+            kept in the arena.
         """
         parts: list[tuple[int, list[bytes], list[int]]] = []
+        runs: list[_Run] = []
         blocks: Sequence[Sequence[EngineBlock]] | None = None
         fills_at: list[int] = []
         # Else of the blocks before a unit's end, which vLLM names together, some are missed.
@@ -823,7 +651,7 @@ class PrefixSaves:
                     finds = partial(self._finds, self._group_ids[g])
                     block_ids = whole_blocks(shape, block_ids, filled, finds)
                 if self._host is not None:
-                    self._note(prompt, g, first, filled, names, block_ids)
+                    runs += self._runs(prompt, g, first, filled, names, block_ids)
             fills_at.append((prompt.sent[g] * shape.block_size // unit + 1) * unit)
             parts.append((first, names, block_ids))
         filled_at = min(fills_at)
@@ -833,7 +661,7 @@ class PrefixSaves:
                 prompt.cut = True
                 self._stats.count("answers_cut")
         prompt.fills_at = filled_at + self._tokens_ahead
-        return parts
+        return parts, runs
 
     def _note_states(self, prompt: SharedPrompt, end: int, blocks_of: BlocksOf) -> None:
         """Note the blocks of states that may be in place after this step. The next step keeps them;
@@ -866,7 +694,7 @@ class PrefixSaves:
                 found[place] = freed
         return found
 
-    def _note(
+    def _runs(
         self,
         prompt: SharedPrompt,
         group: int,
@@ -874,8 +702,9 @@ class PrefixSaves:
         hashes: list[bytes],
         names: list[bytes],
         block_ids: list[int],
-    ) -> None:
-        """Enter blocks of a group of a prompt that may be kept in the arena."""
+    ) -> list[_Run]:
+        """Those of some full blocks of a group that may be kept in the arena; for events, tell of
+        them."""
         keys = prompt.keys(names)
         if self._changes is not None:
             blocks = zip(keys, hashes, block_ids, strict=True)
@@ -890,28 +719,20 @@ class PrefixSaves:
             keys = [keys[i] for i in whole]
             hashes = [hashes[i] for i in whole]
             block_ids = [block_ids[i] for i in whole]
-        if not keys:
-            return
-        if not self.num_filled:
-            self._consider_at = self._clock() + _LATEST_S
-        of_prompt = not prompt.answers
-        self._filled.append(_Run(group, prompt, of_prompt, self._step, keys, hashes, block_ids))
-        self.num_filled += len(keys)
-        if of_prompt:
-            self._num_of_prompts += len(keys)
+        return [_Run(group, prompt, keys, hashes, block_ids)] if keys else []
 
     def _save(
         self,
-        meta: CopyWork,
+        saves: dict[int, TransferSpec],
         prompt: SharedPrompt,
         computed: int,
         blocks_of: BlocksOf,
         in_place: int,
-    ) -> None:
-        """Enter the blocks that have filled, and start their copies to the store."""
-        parts = self._fill(prompt, computed, blocks_of, in_place)
+    ) -> list[_Run]:
+        """Start the copies to the store of blocks that have filled; return those to keep."""
+        parts, runs = self._fill(prompt, computed, blocks_of, in_place)
         if not (self._has_store and self.stores):
-            return
+            return runs
         groups: list[tuple[int, list[int]]] = []
         number = 0
         for g, (first, names, part) in enumerate(parts):
@@ -919,14 +740,14 @@ class PrefixSaves:
             block_ids, stored = self._stored(prompt, g, first, names, part, most)
             number += stored
             groups.append((first, block_ids))
-        if not number:
-            return
-        spec = StoreSaveSpec(
-            blocks=BlockSpans.of(groups),
-            prefix=prompt.key_prefix(self._prefix.current),
-            hashes=[name for _, names, _ in parts for name in names],
-        )
-        self._store(meta.saves, spec, number)
+        if number:
+            spec = StoreSaveSpec(
+                blocks=BlockSpans.of(groups),
+                prefix=prompt.key_prefix(self._prefix.current),
+                hashes=[name for _, names, _ in parts for name in names],
+            )
+            self._store(saves, spec, number)
+        return runs
 
     def _store(
         self,
@@ -978,23 +799,14 @@ class PrefixSaves:
         self._sent = ExpiringSet[BlockName](_RECENT_S, self._clock)
 
     def suspend(self) -> None:
-        """Keep nothing of what has filled until now, except what is being copied."""
-        self.waiting.clear()
-        self.forget_filled()
-
-    def forget_filled(self) -> None:
-        """Consider nothing that has filled until now."""
-        self._filled.clear()
-        self.num_filled = 0
-        self._num_of_prompts = 0
-        self._considering = False
-        self._over.clear()
+        """Keep nothing of what waits."""
+        self._waiting.clear()
+        self.num_waiting = 0
 
 
 def _tokens_kept(shapes: Sequence[GroupShape]) -> int:
-    """Tokens for which a request keeps a block of each of these groups as it is after it has
-    filled: 0 if a recurrent state is among them, which may be overwritten."""
-    passing = [shape for shape in shapes if shape.attention_type != "all"]
+    """Tokens for which a request keeps a block of each of these groups after it has filled."""
+    passing = [shape for shape in shapes if shape.is_cached and shape.attention_type != "all"]
     return min(
         (shape.window if shape.attention_type == "window" else 0 for shape in passing),
         default=_NEVER,

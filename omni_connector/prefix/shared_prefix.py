@@ -300,7 +300,7 @@ class SharedPrefix:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             return
-        self.saves.look_at(prompt)
+        self.saves.begin(prompt)
         prompt.scheduled = False
         local = prompt.local
         prompt.local = None
@@ -467,8 +467,6 @@ class SharedPrefix:
             prompt.found = None
             prompt.fills_at = 0
             prompt.keeps = 0
-            if prompt.due:
-                self.saves.look_at(prompt)
             if not prompt.jobs:
                 prompt.lookup = None
                 prompt.offered = 0

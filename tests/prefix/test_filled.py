@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks that have filled are collected by runs, and considered each once."""
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,32 +50,3 @@ def test_each_key_is_there_once_with_the_hints_of_all_its_requests(
         assert all(hints is NO_HINTS for _, hints in asked)
     else:
         assert blocks.hints == [wanted[each] for each in blocks.keys]
-
-
-@given(runs)
-def test_grants_are_for_the_blocks_of_requests_that_ask_for_it(
-    asked: list[tuple[list[int], Hints]],
-) -> None:
-    filled = collected(asked)
-    granted = {
-        filled.block_ids[each.first + i]: each
-        for each in filled.grants()
-        for i in range(each.count)
-    }
-    expected = {
-        10 * number + each: hints
-        for number, (blocks, hints) in enumerate(asked)
-        for each in blocks
-        if hints is not NO_HINTS
-    }
-    assert granted.keys() == expected.keys()
-    for block_id, hints in expected.items():
-        grant = granted[block_id]
-        assert (grant.favours, grant.pin_s) == (hints is HIGH, hints.pin_s)
-        assert grant.tenant == -(block_id // 10)
-
-
-def test_runs_are_packed_as_numbers_of_8_bytes() -> None:
-    filled = collected([([1, 2, 3], NO_HINTS), ([4], NO_HINTS)])
-    packed = np.frombuffer(filled.packed, np.int64).reshape(-1, 3)
-    assert packed.tolist() == [[3, 0, 0], [1, 1, -1]]

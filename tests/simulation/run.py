@@ -449,12 +449,7 @@ def laboratory() -> Iterator[None]:
         (store_jobs, "_STAGING_BUFFERS", 2),
         (file_store, "_A_THREAD", 2),
         (file_folder, "_PARTS", 1),
-        (saves, "_TOGETHER", 2),  # answers are short
-        (saves, "_ANSWER_TOKENS", 9),
-        (saves, "_LEAST_ANSWER_TOKENS", 6),  # and so are windows
-        (saves, "_MANY_OF_PROMPTS", 12),  # more blocks than most prompts have
-        (saves, "_MANY", 20),
-        (saves, "_A_STEP", 5),
+        (saves, "_AT_ONCE", 5),  # fewer blocks than most prompts have
         (reading, "_FETCH_AGAIN_S", 0.02),  # each time, several threads act
         (time, "sleep", _no_sleep),
         *(

@@ -50,7 +50,6 @@ DEADLINES = (
     "omni_connector.prefix.neighbours._ANSWER_S",
     "omni_connector.prefix.neighbours._CLOSE_S",
     "omni_connector.prefix.neighbours._CONNECT_S",
-    "omni_connector.prefix.saves._LATEST_S",
     "omni_connector.prefix.store_jobs._DISCARD_S",
     "omni_connector.prefix.store_jobs._GET_S",
     "omni_connector.prefix.store_jobs._PUT_S",

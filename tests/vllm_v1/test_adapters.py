@@ -389,7 +389,7 @@ def test_blocks_that_wait_are_not_kept_once_their_adapter_was_replaced(
     engine, adapter, tokens, monkeypatch
 ):
     """vLLM has a prompt of the former adapter computed again by the new one, in the same blocks and
-    under the same hashes, while the former blocks wait to be considered."""
+    under the same hashes, while the former blocks wait to be copied."""
     shares = {"share": True, "admission": "all"}
     first = engine("kv_both", extra=shares, usable_blocks=5)
     second = engine("kv_both", extra=shares)
@@ -398,7 +398,7 @@ def test_blocks_that_wait_are_not_kept_once_their_adapter_was_replaced(
         wait(lambda each=each: len(inspection.neighbours(each.half).present()) == 1)
     old = adapter(b"w" * 99)
     with monkeypatch.context() as waiting:
-        waiting.setattr(PrefixSaves, "_num_due", lambda self, computes: 0)
+        waiting.setattr(PrefixSaves, "_room", lambda self, host: 0)
         asked = first.submit(TEXT, lora=old)
         first.run(lambda: first.done(asked))
         new = adapter(b"v" * 98)

@@ -156,19 +156,18 @@ def test_a_shared_block_is_that_of_the_same_next_tokens(engine, drafter, drafts)
     assert sharer.stats.data["counts"].get("tokens_kept", 0) - before == 2 * BLOCK
 
 
-def test_beside_a_drafter_a_block_is_considered_while_its_request_has_it(engine):
+def test_beside_a_drafter_no_block_waits_for_its_copy(engine):
     """vLLM's hash of a block may be that of a later block with other next tokens."""
     options = {"family": "full and drafter", "drafter": "mtp", "drafts": 1}
     extra = {"share": True, "admission": "all"}
-    alone = engine("kv_both", extra=extra, instant_copies=True, **options)
-    alone.submit(prompt(3), max_tokens=60)
-    alone.submit(prompt(6 * BLOCK), max_tokens=1)
-    entered: list[int] = []
-    while not alone.usage[1]:
-        alone.step()
-        entered.append(inspection.prefix_saves(alone.half).num_filled)
-    assert set(entered) == {0}
-    assert alone.scheduler.running
+    alone = engine("kv_both", extra=extra, usable_blocks=24, **options)
+    held = alone.hold(saves=True)
+    asked = alone.submit(prompt(9 * BLOCK), max_tokens=1)
+    alone.run(lambda: alone.done(asked))
+    assert not inspection.waiting(alone.half)
+    assert alone.count("blocks_dropped") > 0
+    held.open()
+    alone.settle()
 
 
 def drafter(engine, *changes):

@@ -4,7 +4,6 @@
 import contextlib
 import dataclasses
 import gc
-import itertools
 import os
 import threading
 import weakref
@@ -14,8 +13,6 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from omni_connector.errors import PeerUnreachableError
 from omni_connector.prefix import neighbours as module
-from omni_connector.prefix import saves
-from omni_connector.prefix.hints import Candidate
 from omni_connector.prefix.neighbours import HostNeighbours
 from omni_connector.runtime.context import PROCESS_CONTEXT
 from omni_connector.transports.shm import SharedMemoryTransport
@@ -677,13 +674,13 @@ def ask(engine, params, tokens=LONG, **options):
     """Have an engine compute a prompt that it has, while no copy ends; returns the copier."""
     held = engine.hold(saves=True)
     request_id = engine.submit(tokens, params=params, **options)
-    engine.run(lambda: engine.done(request_id) and not new(engine))
+    engine.run(lambda: engine.done(request_id))
     return held
 
 
-def new(engine):
-    """How many blocks have filled that an engine has not considered yet."""
-    return inspection.prefix_saves(engine.half).num_filled
+def waiting(engine):
+    """How many blocks of an engine wait to be copied."""
+    return inspection.prefix_saves(engine.half).num_waiting
 
 
 def under_way(engine):
@@ -748,15 +745,17 @@ def test_what_waits_is_not_read_from_a_block_that_another_group_has_got(sharer):
     alone = sharer(family="window and full", extra=slots(200), usable_blocks=44)
     publish(alone, LONG, params=hints(cache="no"))
     held = ask(alone, hints(prefetch=True))
-    saves = inspection.prefix_saves(alone.half)
-    waiting = [each for each in saves.waiting if isinstance(each, Candidate)]
-    assert waiting
-    for each in waiting:  # as if vLLM had computed the prompt again, and dealt its blocks otherwise
-        named = make_block_hash_with_group_id(BlockHash(each.cached_as), 1 - each.group)
-        inspection.kv_blocks(alone.half)[each.block_id]._block_hash = named
+    waits = inspection.waiting_blocks(alone.half)
+    assert waits
+    # As if vLLM had computed the prompt again, and dealt its blocks otherwise.
+    for group, blocks in waits:
+        for block_hash, block_id in zip(blocks.cached_as, blocks.block_ids, strict=True):
+            named = make_block_hash_with_group_id(BlockHash(block_hash), 1 - group)
+            inspection.kv_blocks(alone.half)[block_id]._block_hash = named
+    number = waiting(alone)
     held.open()
     assert_clean(alone)
-    assert alone.count("blocks_dropped") == len(waiting)
+    assert alone.count("blocks_dropped") == number
 
 
 def test_what_waits_is_kept_though_its_request_is_aborted(small, sharer):
@@ -773,7 +772,7 @@ def test_what_waits_is_kept_though_its_request_is_aborted(small, sharer):
 def test_what_waits_is_void_with_its_weights(small):
     alone = small()
     held = ask(alone, hints(pin_s=600))
-    assert inspection.prefix_saves(alone.half).waiting
+    assert waiting(alone)
     alone.half.reset_cache()
     held.open()
     assert_clean(alone)
@@ -810,78 +809,18 @@ def test_new_blocks_that_vllm_evicts_before_their_turn_are_dropped(sharer):
 def test_no_more_blocks_wait_than_the_arena_has_slots(sharer):
     alone = sharer(extra=slots(1))
     publish(alone, LONG)
-    # Of twenty blocks one waits, and replaces the one that was kept before it.
-    assert (kept(alone), alone.count("blocks_dropped")) == (1, 18)
+    assert (kept(alone), alone.count("blocks_dropped")) == (1, 19)
 
 
-SHORT = LONG[: 8 * BLOCK]
-
-
-@pytest.fixture
-def busy(sharer):
-    """An engine of 41 KV blocks that computes another request all the time, and has just computed
-    `SHORT`. Its blocks have filled, and a later step considers them for the arena."""
-    alone = sharer(extra=slots(64), usable_blocks=40, instant_copies=True)
-    alone.submit(prompt(3, seed=9), max_tokens=100, params=hints(cache="no"))
-    compute(alone, SHORT, max_tokens=1)
-    assert (new(alone), kept(alone)) == (8, 0)
-    return alone
-
-
-def test_what_has_filled_is_kept_though_the_engine_does_not_rest(busy, sharer):
-    busy.run(lambda: not new(busy))
-    busy.run(lambda: kept(busy) == 8)
-    assert busy.scheduler.running
-    assert brought(sharer, SHORT) == 8
-
-
-@pytest.mark.parametrize("most", [3, 100], ids=["few a step", "all at once"])
-def test_what_has_filled_is_kept_in_parts_and_its_end_goes_first(sharer, monkeypatch, most):
-    monkeypatch.setattr(saves, "_MANY_OF_PROMPTS", 8)
-    monkeypatch.setattr(saves, "_A_STEP", most)
-    alone = sharer(extra=slots(48), usable_blocks=120, instant_copies=True)
-    alone.submit(prompt(3, seed=9), max_tokens=100, params=hints(cache="no"))
-    request_id = alone.submit(LONG, max_tokens=1)
-    alone.run(lambda: new(alone) or kept(alone))
-    left = [20, new(alone)]
-    while left[-1]:
-        alone.step()
-        left.append(new(alone))
-    assert [before - now for before, now in itertools.pairwise(left)] == (
-        [5, 3, 3, 3, 3, 3] if most == 3 else [20]
-    )
-    alone.run(lambda: kept(alone) == 20)
-    assert alone.done(request_id)
-    assert alone.scheduler.running
-    pool = inspection.pool(alone.half)
-    with pool.lock:
-        pool.let_go(pool._new(pool._num_free + 5))
-    assert brought(sharer) == 15
-
-
-def test_answers_that_begin_together_are_looked_at_in_different_steps(sharer, monkeypatch):
-    monkeypatch.setattr(saves, "_ANSWER_TOKENS", 2 * BLOCK)
-    alone = sharer(extra=slots(512), usable_blocks=200, instant_copies=True)
-    for seed in range(8):
-        alone.submit(prompt(8, seed=seed), max_tokens=200)
-    filled = []
-    for _ in range(180):
-        alone.step()
-        filled.append(new(alone))
-    assert len(alone.scheduler.running) == 8
-    looks = [after - before for before, after in itertools.pairwise(filled[60:]) if after > before]
-    # Three of them begin at one place of 32 tokens, and each look finds two blocks.
-    assert max(looks) <= 3 * 2
-    assert sum(looks) >= 8 * 6
-
-
-def test_an_engine_rests_with_nothing_that_has_filled_after_a_reset(sharer):
+def test_a_prompt_is_kept_when_it_is_computed_and_its_answer_when_it_ends(sharer):
     alone = sharer(extra=slots(64), instant_copies=True)
-    compute(alone, SHORT, max_tokens=1)
-    assert new(alone) == 8
-    assert alone.scheduler.reset_prefix_cache()
-    assert_clean(alone)
-    assert (new(alone), kept(alone)) == (0, 0)
+    asked = alone.submit(LONG, max_tokens=3 * BLOCK)
+    alone.run(lambda: kept(alone) == 20)
+    alone.run(lambda: len(alone.answers[asked].tokens) > 2 * BLOCK)
+    assert kept(alone) == 20
+    alone.run(lambda: alone.done(asked))
+    alone.settle()
+    assert kept(alone) == 22  # nothing has computed its last token
 
 
 def test_the_log_says_what_a_reset_leaves_and_how_to_empty_it(sharer, engine, monkeypatch, tokens):
@@ -900,34 +839,14 @@ def test_the_log_says_what_a_reset_leaves_and_how_to_empty_it(sharer, engine, mo
     assert not said, "it keeps nothing"
 
 
-def test_what_has_filled_is_void_with_its_weights(busy):
-    busy.half.reset_cache()
-    assert new(busy) == 0
-    busy.run(lambda: not busy.scheduler.requests)
-    assert_clean(busy)
-    assert (kept(busy), busy.usage) == (0, (0, 0, 0))
-
-
-def test_what_has_filled_is_not_read_from_blocks_that_vllm_has_given_to_others(
-    busy, sharer, tokens
-):
-    compute(busy, prompt(36 * BLOCK, seed=1), max_tokens=1, params=hints(cache="no"))
-    assert new(busy) == 8
-    busy.run(lambda: not busy.scheduler.requests)
-    assert_clean(busy)
-    dropped = busy.count("blocks_dropped")
-    assert 0 < dropped == 8 - kept(busy)
-    second = sharer()
-    assert second.generate([*SHORT, 5], 6).tokens == tokens([*SHORT, 5], 6)
-
-
-def test_what_has_filled_is_not_read_from_blocks_that_another_connector_loads(busy):
-    inspection.doubt(
-        busy.half, 5 * BLOCK
-    )  # as if vLLM had given them to a prompt that begins alike
-    busy.run(lambda: not busy.scheduler.requests)
-    assert_clean(busy)
-    assert (kept(busy), busy.count("blocks_dropped")) == (5, 3)
+def test_what_waits_is_not_read_from_blocks_that_another_connector_loads(small):
+    alone = small()
+    held = ask(alone, hints(pin_s=600))
+    # As if vLLM had given them to a prompt that begins alike.
+    inspection.doubt(alone.half, 5 * BLOCK)
+    held.open()
+    assert_clean(alone)
+    assert (kept(alone), alone.count("blocks_dropped")) == (15, 5)
 
 
 def test_the_end_of_what_was_kept_in_parts_goes_first(small, sharer):
@@ -938,19 +857,11 @@ def test_the_end_of_what_was_kept_in_parts_goes_first(small, sharer):
     assert brought(sharer) == 16
 
 
-@pytest.mark.parametrize(
-    ("extra", "salt", "stays"),
-    [(slots(12), None, 12), ({**slots(32), "tenants": ["*"], "tenant_quota": 0.5}, "a", 16)],
-    ids=["arena", "quota"],
-)
-def test_of_what_has_no_room_in_the_arena_the_beginning_is_kept(small, sharer, extra, salt, stays):
-    alone = small(extra=extra)
-    publish(alone, LONG, params=hints(cache="no"), salt=salt)
-    publish(alone, LONG, params=hints(prefetch=True), salt=salt)
-    assert kept(alone) == stays
-    other = sharer()
-    other.generate([*LONG, 5], salt=salt)
-    assert other.count("tokens_from_host") == stays * BLOCK
+def test_of_what_has_no_room_in_the_arena_the_beginning_is_kept(small, sharer):
+    alone = small(extra=slots(12))
+    publish(alone, LONG, params=hints(prefetch=True))
+    assert kept(alone) == 12
+    assert brought(sharer) == 12
 
 
 def test_of_two_that_ask_for_blocks_that_wait_the_later_pin_counts(small):

@@ -328,4 +328,4 @@ def test_an_arena_of_a_slot_a_rank_keeps_one_divided_block_and_comes_to_rest(eng
     assert shards(alone) == 4
     alone.generate(prompt(6 * BLOCK + 9))
     alone.settle()
-    assert inspection.prefix_saves(alone.half).num_filled == 0
+    assert inspection.prefix_saves(alone.half).num_waiting == 0

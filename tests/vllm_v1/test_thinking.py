@@ -5,7 +5,6 @@ import copy
 
 import pytest
 
-from omni_connector.prefix import saves
 from omni_connector.prefix.thinking import ThinkingTokens
 from omni_connector.vllm_v1.compat import thinking_tokens
 from tests.toy import BLOCK
@@ -59,17 +58,18 @@ def test_an_answer_is_kept_up_to_its_first_thought(answered, place):
     assert made.count("answers_cut") == 1
 
 
-def test_an_answer_that_is_computed_anew_after_new_weights_counts_once(engine, monkeypatch):
-    monkeypatch.setattr(saves, "_ANSWER_TOKENS", 2 * BLOCK)  # it is looked at before it ends
+def test_an_answer_that_is_computed_anew_after_new_weights_counts_once(engine):
     place = THOUGHT["later"]
     tokens = engine(None).generate(ASKED, ANSWER).tokens
     made = engine("kv_both", extra=EXTRA, thinking=(tokens[place], CLOSED), instant_copies=True)
     request_id = made.submit(ASKED, max_tokens=3 * ANSWER)
-    made.run(lambda: made.count("answers_cut") > 0)
-    assert not made.done(request_id)
-    made.runner.weights = b"new"
-    assert made.scheduler.reset_prefix_cache(reset_running_requests=True)
-    kept = made.count("blocks_saved")
+    for new in (b"new", b"newer"):
+        said = len(made.answers[request_id].tokens)
+        made.run(lambda said=said: len(made.answers[request_id].tokens) > said + place + BLOCK)
+        assert not made.done(request_id)
+        made.runner.weights = new
+        assert made.scheduler.reset_prefix_cache(reset_running_requests=True)
+        kept = made.count("blocks_saved")
     made.run(lambda: made.done(request_id))
     assert made.count("blocks_saved") > kept  # it was considered anew
     assert made.count("answers_cut") == 1

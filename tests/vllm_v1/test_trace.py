@@ -35,7 +35,7 @@ def found(folder: Path, half: str) -> list[Span]:
 
 
 def ended(span: Span) -> float:
-    """When a span ended, in µs as exact as the trace tells (nanoseconds), without the sum's own error."""
+    """When a span ended, in µs, without the error of the sum: a trace tells nanoseconds."""
     return round(span.ts + span.dur, 3)
 
 

@@ -264,8 +264,8 @@ HINTS: Final = (
         "blocks that are asked for do not wait for the end of the copies under way",
         (
             "omni_connector.prefix.saves",
-            "        self.waiting += waiting\n",
-            "",
+            "        self._waiting += waiting\n",
+            "        waiting = []\n",
         ),
     ),
     mutant(
@@ -273,7 +273,7 @@ HINTS: Final = (
         "blocks whose turn it is are copied although vLLM has given them to others",
         (
             "omni_connector.prefix.saves",
-            "self._still_there(group, blocks.block_ids.tolist(), blocks.cached_as)",
+            "self._finds(self._group_ids[group], block_ids, blocks.cached_as)",
             "[True] * len(blocks)",
         ),
     ),
@@ -291,17 +291,8 @@ HINTS: Final = (
         "blocks that waited when the weights changed are kept as those of the new ones",
         (
             "omni_connector.prefix.saves",
-            "        self.waiting.clear()\n",
+            "        self._waiting.clear()\n",
             "",
-        ),
-    ),
-    mutant(
-        "what has filled is saved whatever its block holds",
-        "blocks that earlier steps have filled are copied although vLLM has given them to others",
-        (
-            "omni_connector.prefix.saves",
-            "        unsure = self._filled[0].step != self._step\n",
-            "        unsure = False\n",
         ),
     ),
     mutant(
@@ -309,8 +300,8 @@ HINTS: Final = (
         "copies of blocks that have waited hold more KV blocks than copies may",
         (
             "omni_connector.prefix.saves",
-            "        room = min(_AT_ONCE, host.room(self._max_held - self.num_held))\n",
-            "        room = host.room(_AT_ONCE)\n",
+            "        left = room = min(_AT_ONCE, self._room(host))\n",
+            "        left = room = host.room(_AT_ONCE)\n",
         ),
     ),
     mutant(
