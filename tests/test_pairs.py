@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Of a test's combinations of parameters enough are tried that all pairs of values meet."""
 
+from collections import Counter
 from itertools import combinations, product
 
 import pytest
 
-from .pairs import cover
+from .pairs import cover, spread
 
 
 @pytest.mark.parametrize("sizes", [(5, 3, 6), (2, 2, 2, 2), (3, 4)], ids=str)
@@ -22,3 +23,22 @@ def test_each_two_values_meet_in_a_row_that_is_chosen(sizes, possible):
 
 def test_a_single_parameter_keeps_its_values():
     assert cover([("a",), ("b",), ("a",)]) == {0, 1}
+
+
+@pytest.mark.parametrize("start", range(7))
+@pytest.mark.parametrize("sizes", [(5, 3, 6), (2, 2, 2, 2), (13, 2), (4,)], ids=str)
+def test_each_value_is_there_and_partners_are_shared_out(sizes, start):
+    rows = list(product(*(map(str, range(size)) for size in sizes)))
+    chosen = [rows[number] for number in spread(rows, start)]
+    assert len(chosen) == max(sizes)
+    for size, values in zip(sizes, zip(*chosen, strict=True), strict=True):
+        often = Counter(values)
+        assert len(often) == size
+        assert max(often.values()) - min(often.values()) <= 2
+
+
+def test_where_not_all_values_can_meet_each_is_there_still():
+    rows = [("a", "1"), ("a", "2"), ("b", "2"), ("b", "3")]
+    for start in range(len(rows)):
+        chosen = {value for number in spread(rows, start) for value in enumerate(rows[number])}
+        assert chosen == {value for row in rows for value in enumerate(row)}

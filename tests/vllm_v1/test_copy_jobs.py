@@ -204,6 +204,7 @@ def test_a_job_whose_ids_do_not_fit_copies_nothing_and_has_failed(engine, block_
 
 @pytest.mark.parametrize("how", ["changed", "reused"])
 @pytest.mark.parametrize("first_bad", range(6))
+@pytest.mark.values
 def test_blocks_before_the_first_bad_one_are_kept(engine, tokens, monkeypatch, first_bad, how):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params

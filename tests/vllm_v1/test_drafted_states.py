@@ -62,7 +62,7 @@ def target(family):
 @overlapping
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "uncached"])
 @pytest.mark.parametrize("drafts", [1, 3])
-@pytest.mark.pairs
+@pytest.mark.values
 def test_a_state_is_handed_off_and_goes_on_with_drafts(engine, family, overlap, caching, drafts):
     plain = engine(family=target(family), prefix_caching=caching)
     options = options_of(family, drafts, async_scheduling=overlap, prefix_caching=caching)
@@ -105,6 +105,7 @@ def test_a_model_that_takes_the_state_of_a_wrong_draft_is_found_out(engine, fami
 
 @of_all
 @overlapping
+@pytest.mark.values
 def test_many_at_once_where_blocks_are_scarce(engine, family, overlap):
     options = options_of(
         family,
@@ -141,7 +142,7 @@ def test_many_at_once_where_blocks_are_scarce(engine, family, overlap):
 @overlapping
 @pytest.mark.parametrize("step", [4096, 2 * BLOCK], ids=["whole", "chunks"])
 @pytest.mark.parametrize("drafts", [1, 3])
-@pytest.mark.pairs
+@pytest.mark.values
 def test_the_states_of_a_prompt_are_shared(sharer, shelf, engine, family, overlap, drafts, step):
     options = options_of(family, drafts, async_scheduling=overlap, max_tokens_a_step=step)
     first, second = (drafting(sharer(**options), drafts) for _ in range(2))
@@ -204,7 +205,7 @@ def answers_shared(first, second, shelf, plain):
 )
 @of_all
 @pytest.mark.parametrize("drafts", [1, 3])
-@pytest.mark.pairs
+@pytest.mark.values
 def test_all_states_within_answers_are_shared_where_vllm_runs_ahead(
     sharer, shelf, engine, family, drafts
 ):
@@ -219,6 +220,7 @@ def test_all_states_within_answers_are_shared_where_vllm_runs_ahead(
 
 @of_all
 @pytest.mark.parametrize(("drafts", "least"), [(1, 1.0), (3, 0.6)])
+@pytest.mark.values
 def test_where_vllm_does_not_run_ahead_only_states_with_a_hash_are_shared(
     sharer, shelf, engine, family, drafts, least
 ):
@@ -250,6 +252,7 @@ def wrong_after_many(first, second, plain):
 
 @of_all
 @overlapping
+@pytest.mark.values
 def test_states_within_many_answers_where_blocks_are_scarce(sharer, engine, family, overlap):
     options = options_of(family, 3, async_scheduling=overlap, instant_copies=True)
     first, second = (drafting(sharer(**options, usable_blocks=n), 3) for n in (70, 200))

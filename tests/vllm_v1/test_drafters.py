@@ -38,7 +38,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 @of_all
 @by_way
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.pairs
+@pytest.mark.values
 def test_the_drafter_finds_what_its_tokens_give(engine, family, drafter, drafts, length):
     options = {"family": family, "drafter": drafter, "drafts": drafts}
     prefill = engine("kv_producer", **options)
@@ -73,7 +73,7 @@ OTHER_STAGES = [((1,), (1,)), ((1,), ()), ((), (1,)), ((1,), (1, LAYERS + 1))]
 @of_all
 @pytest.mark.parametrize(("theirs", "ours"), OTHER_STAGES, ids=str)
 @pytest.mark.parametrize("length", [5, 3 * BLOCK + 5])
-@pytest.mark.pairs
+@pytest.mark.values
 def test_pipeline_stages_have_the_drafter_in_the_last(engine, family, theirs, ours, length):
     options = {"family": family, "drafter": "mtp", "drafts": 1}
     prefill = engine("kv_producer", stages=theirs, **options)

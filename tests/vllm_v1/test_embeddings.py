@@ -48,6 +48,7 @@ def hand_off(prefill, decode, prompt, asked=None, count=6, **options):
 )
 @of_all
 @pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.values
 def test_a_prompt_of_embeddings_is_handed_off(engine, family, length):
     prefill = engine("kv_producer", family=family)
     decode = engine("kv_consumer", family=family)
@@ -84,6 +85,7 @@ def test_a_connector_that_moves_nothing_is_noticed(engine, family):
         for nth, place in enumerate((0, BLOCK, LENGTH - 2))
     ],
 )
+@pytest.mark.values
 def test_one_other_number_makes_another_prompt(engine, family, place, block_size):
     """In turn, prompts are compared by the hashes of their blocks, where these are equal, and by
     all numbers: each family meets all places, and both ways; and each place both ways."""

@@ -238,6 +238,7 @@ def test_after_two_resets_without_a_step_readers_are_told_of_both(engine):
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("family", ["full", "all three"])
+@pytest.mark.values
 def test_a_prefill_under_way_is_copied_anew(engine, after, overlap, family):
     options = {"family": family}
     # Half a block a step, so that there are steps in which no copy is under way.

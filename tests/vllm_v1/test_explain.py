@@ -87,6 +87,7 @@ def runs(found):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.values
 def test_a_prefix_in_the_arena_of_another_engine(sharer, family, ranks):  # noqa: F811
     first, second = sharer(family=family, ranks=ranks), sharer(family=family, ranks=ranks)
     assert agree(second, PREFIX).sources["own"] == 0
@@ -101,6 +102,7 @@ def test_a_prefix_in_the_arena_of_another_engine(sharer, family, ranks):  # noqa
 @tails
 @pytest.mark.parametrize("family", STATES)
 @pytest.mark.parametrize("length", [2, 9, BLOCK - 1, 3 * BLOCK + 5, 6 * BLOCK - 1])
+@pytest.mark.values
 def test_a_prompt_that_goes_on_within_a_block(sharer, family, length):  # noqa: F811
     first, second = sharer(family=family), sharer(family=family)
     said = prompt(length)

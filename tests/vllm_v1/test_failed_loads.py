@@ -63,6 +63,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("spoil", FAILURES, ids=lambda spoil: spoil.__name__)
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.values
 def test_recompute_gives_the_right_tokens(engine, tokens, log, spoil: Spoil, overlap):
     prefill = engine("kv_producer")
     decode = engine("kv_consumer", policy="recompute", async_scheduling=overlap)

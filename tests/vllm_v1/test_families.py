@@ -38,6 +38,7 @@ ALL_TO_LOAD = [family for family in FAMILIES if family != "chunk"]
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chunk", [4096, 24], ids=["whole", "chunked"])
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "uncached"])
+@pytest.mark.values
 def test_tokens_are_those_of_a_single_engine(engine, family, chunk, caching):
     options = {"family": family, "max_tokens_a_step": chunk, "prefix_caching": caching}
     reference = engine(**options)
@@ -54,6 +55,7 @@ def test_tokens_are_those_of_a_single_engine(engine, family, chunk, caching):
 
 @pytest.mark.parametrize("family", ALL_TO_LOAD)
 @pytest.mark.parametrize("length", [4 * BLOCK + 1, 4 * BLOCK + 6, WINDOW + 2 * BLOCK])
+@pytest.mark.values
 def test_what_is_passed_on_spoils_nothing(engine, family, length):
     """A model whose prompt would be shortened passes no hand-off on: it would be loaded in whole,
     and vLLM would write its last token twice."""
@@ -111,6 +113,7 @@ def test_only_what_the_next_token_reads_is_moved(engine, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shared", [BLOCK, 6 * BLOCK, 8 * BLOCK + 5])
+@pytest.mark.values
 def test_a_prefix_that_is_here_is_not_loaded_again(engine, family, shared):
     options = {"family": family}
     prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
@@ -142,6 +145,7 @@ def in_turns(families, others):
 @pytest.mark.parametrize(
     ("family", "overlap", "caching"), in_turns(ALL_TO_LOAD, {"sync": False, "async": True})
 )
+@pytest.mark.values
 def test_many_at_once_where_blocks_are_scarce(engine, family, overlap, caching):
     """With and without a prefix cache in turn: each family meets both ways to schedule, and both
     kinds of caching; and each way to schedule both kinds."""
@@ -176,6 +180,7 @@ def test_many_at_once_where_blocks_are_scarce(engine, family, overlap, caching):
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.values
 def test_a_failed_load_ends_no_engine_and_serves_no_wrong_token(engine, family, policy):
     prefill = engine("kv_producer", family=family)
     decode = engine("kv_consumer", family=family, policy=policy)
@@ -308,6 +313,7 @@ PAIRS = [(2, 2), (2, 1), (1, 2), (4, 4), (4, 1), (1, 4), (4, 2), (2, 4)]
 )
 @pytest.mark.parametrize("ranks", PAIRS, ids=lambda pair: f"{pair[0]} to {pair[1]}")
 @pytest.mark.parametrize("family", ["full", "window and full", "state and full", "all three"])
+@pytest.mark.values
 def test_heads_and_states_are_sliced_and_joined(engine, family, ranks):
     prefill = engine("kv_producer", family=family, ranks=ranks[0])
     decode = engine("kv_consumer", family=family, ranks=ranks[1])
@@ -374,6 +380,7 @@ SIZES = [(16, 32), (32, 16), (16, 64), (64, 16)]
     ("family", "sizes", "caching"),
     in_turns(FAMILIES, {f"{theirs} to {ours}": (theirs, ours) for theirs, ours in SIZES}),
 )
+@pytest.mark.values
 def test_blocks_of_another_size(engine, family, sizes, caching):
     """With and without a prefix cache in turn: each family meets all sizes, and both kinds of
     caching; and each pair of sizes both kinds."""

@@ -50,6 +50,7 @@ def publish(engine: InProcessEngine, folder: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.values
 def test_a_prefix_is_found_by_another_engine_and_after_a_restart(
     sharer, folder, engine, family, ranks
 ):

@@ -31,6 +31,7 @@ BLOCK_BYTES = LAYERS * PAGE
 @pytest.mark.parametrize("chunk", [4096, 24], ids=["whole", "chunked"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("instant", [False, True], ids=["late", "instant"])
+@pytest.mark.values
 def test_tokens_are_those_of_a_single_engine(engine, tokens, length, chunk, overlap, instant):
     options = {
         "max_tokens_a_step": chunk,

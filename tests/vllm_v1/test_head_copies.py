@@ -71,6 +71,7 @@ def test_a_token_takes_as_many_bytes_of_arenas_as_with_a_rank_for_each_head(
 )
 @pytest.mark.parametrize("family", ["full", "more", "more and full"])
 @between
+@pytest.mark.values
 def test_every_rank_gets_the_bytes_of_a_handoff(engine, family, ranks):
     prefill = engine("kv_producer", family=family, ranks=ranks[0])
     decode = engine("kv_consumer", family=family, ranks=ranks[1])
@@ -83,7 +84,7 @@ def test_every_rank_gets_the_bytes_of_a_handoff(engine, family, ranks):
 
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
 @between
-@pytest.mark.pairs
+@pytest.mark.values
 def test_blocks_of_another_size_are_made_of_slots_of_several_ranks(engine, ranks, sizes):
     prefill = engine("kv_producer", ranks=ranks[0], block_size=sizes[0])
     decode = engine("kv_consumer", ranks=ranks[1], block_size=sizes[1])
@@ -115,6 +116,7 @@ def test_ranks_that_hold_the_same_of_some_groups_share_a_copy(engine, family, ra
 @pytest.mark.parametrize(
     "family", ["full and drafter", "full and wide drafter", "latent and drafter"]
 )
+@pytest.mark.values
 def test_the_heads_of_a_drafter_count_by_themselves(engine, family, ranks):
     options = {"family": family, "drafter": "mtp", "drafts": 2}
     prefill = engine("kv_producer", ranks=ranks[0], **options)
@@ -204,6 +206,7 @@ def test_the_slots_of_another_head_are_noticed_by_these_tests(engine, monkeypatc
 
 @pytest.mark.parametrize("family", ["full", "more and full"])
 @pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.values
 def test_an_engine_gets_back_what_its_own_cache_has_evicted(sharer, engine, family, ranks):  # noqa: F811
     alone = sharer(usable_blocks=64, family=family, ranks=ranks)
     publish(alone)
@@ -226,6 +229,7 @@ def test_an_engine_gets_back_what_its_own_cache_has_evicted(sharer, engine, fami
     ids=str,
 )
 @pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.values
 def test_a_neighbours_blocks_are_read_from_the_ranks_of_each_head(
     sharer,  # noqa: F811
     engine,

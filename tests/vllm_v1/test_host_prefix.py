@@ -77,7 +77,7 @@ def kept(engine):
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.pairs
+@pytest.mark.values
 def test_a_prefix_is_found_in_the_arena_of_another_engine(sharer, engine, family, ranks, overlap):
     options = {"family": family, "ranks": ranks, "async_scheduling": overlap}
     first, second = sharer(**options), sharer(**options)
@@ -104,6 +104,7 @@ def test_wrong_bytes_that_nobody_checks_are_noticed_by_these_tests(
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.values
 def test_wrong_bytes_are_computed_here(sharer, engine, family, policy):
     options = {"family": family, "policy": policy}
     first, second = sharer(**options), sharer(**options)
@@ -186,6 +187,7 @@ def test_of_a_prompt_that_is_still_answered_the_end_is_evicted_first(sharer):
 
 @pytest.mark.parametrize("family", ["full", "latent", "window and full", "state and full"])
 @pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.values
 def test_of_prompts_that_are_evicted_the_ends_go_first_in_however_many_steps(sharer, family, steps):
     blocks, prompts = 8, 4
     sizes = {"long_prefill": blocks // steps * BLOCK, "max_tokens_a_step": 1024}
@@ -702,6 +704,7 @@ without_rings = pytest.mark.parametrize("family", [each for each in FAMILIES if 
 
 @without_rings
 @pytest.mark.parametrize("hint", [{"pin_s": 600}, {"prefetch": True}], ids=["pin", "prefetch"])
+@pytest.mark.values
 def test_what_vllm_has_is_kept_wholly_though_few_copies_may_be_under_way(sharer, family, hint):
     extra = {**slots(200), "pin_part": 1.0}
     groups = len(GROUPS[family])

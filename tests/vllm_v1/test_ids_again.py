@@ -23,6 +23,7 @@ def options(request):
 
 
 @pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.values
 def test_what_is_handed_off_is_that_of_the_second(engine, tokens, options, steps):
     """The first was computed in part, or as a whole, and its copies are under way."""
     prefill, decode = engine("kv_producer", **options), engine("kv_consumer")
@@ -42,6 +43,7 @@ def test_what_is_handed_off_is_that_of_the_second(engine, tokens, options, steps
 
 
 @pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.values
 def test_the_lease_of_the_first_is_not_used_for_the_second(engine, tokens, options, steps):
     prefill, decode = engine("kv_producer"), engine("kv_consumer", **options)
     params = [prefill.generate(each, params=HANDOFF).params for each in (FIRST, SECOND)]
@@ -62,6 +64,7 @@ def test_the_lease_of_the_first_is_not_used_for_the_second(engine, tokens, optio
 
 
 @pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.values
 def test_what_is_shared_is_that_of_the_second(engine, tokens, options, steps):
     first, second = (engine("kv_both", extra=SHARES, **options) for _ in range(2))
     wait(lambda: inspection.meets(first.half) and inspection.meets(second.half))

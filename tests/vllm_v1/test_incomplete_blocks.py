@@ -13,6 +13,7 @@ pytestmark = pytest.mark.vllm
 @pytest.mark.parametrize("family", ["window", "window and full"])
 @pytest.mark.parametrize(("small", "large"), [(4, 16), (8, 16), (8, 32)])
 @pytest.mark.parametrize("share", [False, True])
+@pytest.mark.values
 def test_prompts_that_part_within_a_window_read_no_part_that_was_not_loaded(
     engine, family, small, large, share
 ):

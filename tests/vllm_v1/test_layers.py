@@ -93,6 +93,7 @@ def test_whatever_drives_the_connector(engine, by_layer, tokens, runner):
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("chunk", [4096, 24], ids=["whole", "chunked"])
 @pytest.mark.parametrize("family", ["full", "latent", "window and full", "all three"])
+@pytest.mark.values
 def test_every_family_arrives(engine, by_layer, family, chunk, overlap, at_once):
     options = {"family": family, "max_tokens_a_step": chunk, "async_scheduling": overlap}
     prefill = by_layer("kv_producer", at_once=at_once, **options)

@@ -30,6 +30,7 @@ PROMPT = prompt(LENGTH)
 
 @pytest.mark.parametrize("family", ["full", "window and full", "all three"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.values
 def test_siblings_load_from_one_hand_off_each_under_its_own_lease(engine, family, overlap):
     """With the policy that makes a failed load an error to the client."""
     prefill = engine("kv_producer", family=family)
@@ -56,6 +57,7 @@ def test_siblings_load_from_one_hand_off_each_under_its_own_lease(engine, family
 
 @pytest.mark.parametrize("family", ["full", "window and full", "all three"])
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "uncached"])
+@pytest.mark.values
 def test_identical_prefills_share_one_set_of_slots(engine, family, caching):
     options = {"family": family, "prefix_caching": caching, "max_tokens_a_step": 4 * BLOCK}
     prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
@@ -252,6 +254,7 @@ def test_a_lease_that_is_not_wanted_ends_before_its_request(engine):
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize(("family", "ranks"), [("full", 1), ("window and full", 1), ("full", 2)])
+@pytest.mark.values
 def test_a_load_whose_lease_ends_in_the_queue_is_computed(engine, policy, family, ranks):
     """vLLM's policy is for loads that fail."""
     options = {"family": family, "ranks": ranks}

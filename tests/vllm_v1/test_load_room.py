@@ -27,6 +27,7 @@ LOADED = {"full": 8, "window and full": 11, "all three": 12}
 
 @pytest.mark.parametrize("family", LOADED)
 @pytest.mark.parametrize("spare", range(5))
+@pytest.mark.values
 def test_prompts_whose_kv_fills_all_blocks_are_decoded(engine, family, spare):
     """The next token of each needs a block more in each group."""
     length = 8 * BLOCK + 1

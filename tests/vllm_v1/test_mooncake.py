@@ -29,6 +29,7 @@ LENGTHS = [2, BLOCK, 3 * BLOCK + 1, 150]
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("instant", [False, True], ids=["late", "instant"])
+@pytest.mark.values
 def test_tokens_are_those_of_a_single_engine(engine, family, instant):
     options = {"family": family, "instant_copies": instant}
     reference = engine(**options)

@@ -66,6 +66,7 @@ def test_a_child_of_multi_connector_hands_off(engine, family):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.values
 def test_in_any_order_prefixes_are_shared(engine, order, ranks):
     first, second = (cached(engine, ranks=ranks, **order) for _ in range(2))
     wait(lambda: inspection.meets(ours(second)))
@@ -141,6 +142,7 @@ def test_what_others_find_of_a_load_that_fails_in_the_same_step_is_not_kept(engi
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("runner", [V1Runner, V2Runner])
 @pytest.mark.parametrize("steps", range(4))
+@pytest.mark.values
 def test_who_goes_on_with_blocks_that_another_connector_failed_to_load_keeps_nothing(
     engine, steps, runner, overlap
 ):

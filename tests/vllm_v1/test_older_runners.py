@@ -64,6 +64,7 @@ def test_a_load_ends_no_earlier_than_what_is_said_of_it(engine):
     assert_clean(prefill, decode)
 
 
+@pytest.mark.values
 def test_what_two_ranks_report_is_added_up(engine, old_runner, family):
     """Also where it comes with the statistics; and one rank alone may fail."""
     prefill, decode, reference = trio(engine, old_runner, family=family, ranks=2)

@@ -61,7 +61,7 @@ def require_zeros(found, tokens):
 @of_all
 @by_way
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.pairs
+@pytest.mark.values
 def test_a_drafter_begins_with_zeros_where_the_prefill_engine_has_none(
     engine, family, drafter, drafts, length
 ):
@@ -86,7 +86,7 @@ def test_a_drafter_begins_with_zeros_where_the_prefill_engine_has_none(
 @of_all
 @by_way
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.pairs
+@pytest.mark.values
 def test_a_drafter_of_the_prefill_engine_alone_is_left_out(engine, family, drafter, drafts, length):
     prefill = engine("kv_producer", family=family, drafter=drafter, drafts=drafts)
     decode = engine("kv_consumer", **without(family))
@@ -166,7 +166,7 @@ def test_a_model_that_reads_other_pages_is_noticed_by_these_tests(engine, monkey
 @of_both
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)], ids=str)
-@pytest.mark.pairs
+@pytest.mark.values
 def test_engines_of_other_blocks_and_ranks(engine, family, sizes, ranks):
     drafted = {"family": family, **MTP}
     for of_prefill, of_decode in ((without(family), drafted), (drafted, without(family))):
@@ -201,7 +201,7 @@ in_stages = pytest.mark.parametrize(("family", "stages"), IN_STAGES, ids=str)
 
 @in_stages
 @pytest.mark.parametrize("of_decode", [(), (1,)], ids=["one stage", "two stages"])
-@pytest.mark.pairs
+@pytest.mark.values
 def test_a_prefill_engine_without_the_drafter_may_have_stages(engine, family, stages, of_decode):
     prefill = engine("kv_producer", stages=stages, **without(family))
     decode = engine("kv_consumer", family=family, stages=of_decode, **MTP)
@@ -215,7 +215,7 @@ def test_a_prefill_engine_without_the_drafter_may_have_stages(engine, family, st
 
 @in_stages
 @pytest.mark.parametrize("of_decode", [(), (1,)], ids=["one stage", "two stages"])
-@pytest.mark.pairs
+@pytest.mark.values
 def test_a_prefill_engine_with_the_drafter_may_have_stages(engine, family, stages, of_decode):
     prefill = engine("kv_producer", family=family, stages=stages, **MTP)
     decode = engine("kv_consumer", stages=of_decode, **without(family))

@@ -57,7 +57,7 @@ def require_loaded(prefill, decode, reference, family):
 )
 @pytest.mark.parametrize(("family", "split"), CASES)
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.pairs
+@pytest.mark.values
 def test_tokens_are_those_of_a_single_engine(engine, family, split, ranks):
     options = {"family": family, "ranks": ranks, "stages": SPLITS[split]}
     reference = engine(family=family, ranks=ranks)
@@ -120,7 +120,7 @@ OTHERS = [
     ],
     ids=str,
 )
-@pytest.mark.pairs
+@pytest.mark.values
 def test_engines_with_other_stages_read_each_other_by_layer(engine, family, theirs, ours):
     reference = engine(family=family)
     prefill = engine("kv_producer", family=family, stages=theirs)
@@ -134,7 +134,7 @@ def test_engines_with_other_stages_read_each_other_by_layer(engine, family, thei
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (32, 16)], ids=str)
 @pytest.mark.parametrize("family", ["full", "window and full", "latent"])
 @pytest.mark.parametrize("way", ["to one", "to two"])
-@pytest.mark.pairs
+@pytest.mark.values
 def test_other_stages_ranks_and_blocks_at_once(engine, family, sizes, ranks, way):
     stages = [(1,), ()] if way == "to one" else [(), (1,)]
     prefill, decode = (
@@ -149,7 +149,7 @@ def test_other_stages_ranks_and_blocks_at_once(engine, family, sizes, ranks, way
 
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
 @pytest.mark.parametrize("stages", [((1,), ()), ((), (1,)), ((1,), (4,))], ids=str)
-@pytest.mark.pairs
+@pytest.mark.values
 def test_states_of_other_stages_and_blocks(engine, sizes, stages):
     prefill, decode = (
         engine(role, family=HYBRID, stages=split, block_size=size)
@@ -161,6 +161,7 @@ def test_states_of_other_stages_and_blocks(engine, sizes, stages):
 
 @pytest.mark.parametrize("theirs", [(1,), ()], ids=["to one", "to two"])
 @pytest.mark.parametrize("family", ["full", HYBRID])
+@pytest.mark.values
 def test_wrong_bytes_of_layers_that_another_stage_reads_are_noticed_too(engine, family, theirs):
     """A checksum is of a whole slot, whichever of its layers are read."""
     ours = () if theirs else (1,)
@@ -239,6 +240,7 @@ def test_a_stage_that_is_missing_is_refused_by_its_layers(engine, tokens, log):
     "ranks", [(2, 1), (1, 2), (4, 2)], ids=lambda pair: f"{pair[0]} to {pair[1]}"
 )
 @pytest.mark.parametrize("family", ["full", "window and full", "latent"])
+@pytest.mark.values
 def test_heads_are_sliced_and_joined_in_each_stage(engine, family, ranks):
     prefill = engine("kv_producer", family=family, stages=EVEN, ranks=ranks[0])
     decode = engine("kv_consumer", family=family, stages=EVEN, ranks=ranks[1])
@@ -253,6 +255,7 @@ def test_heads_are_sliced_and_joined_in_each_stage(engine, family, ranks):
 
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
 @pytest.mark.parametrize("family", ["full", HYBRID])
+@pytest.mark.values
 def test_blocks_of_another_size(engine, family, sizes):
     options = {"family": family, "stages": SPLITS["two"]}
     prefill = engine("kv_producer", block_size=sizes[0], **options)
@@ -286,6 +289,7 @@ def test_saves_follow_the_layers_of_each_stage(engine, family):
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("family", ["full", "window and full", HYBRID])
+@pytest.mark.values
 def test_many_at_once_with_a_step_in_each_stage(engine, family, overlap):
     options = {
         "family": family,
@@ -318,6 +322,7 @@ def test_many_at_once_with_a_step_in_each_stage(engine, family, overlap):
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("family", ["full", HYBRID])
+@pytest.mark.values
 def test_wrong_bytes_in_one_stage_are_computed_here(engine, family, stage):
     options = {"family": family, "stages": SPLITS["two"]}
     prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
@@ -339,6 +344,7 @@ def test_wrong_bytes_in_one_stage_are_computed_here(engine, family, stage):
     control="test_wrong_bytes_of_a_later_stage_that_nobody_checks_are_noticed",
 )
 @pytest.mark.parametrize(("family", "split"), [case for case in CASES if case[0] in ALL_TO_LOAD])
+@pytest.mark.values
 def test_engines_of_equal_stages_share_prefixes(sharer, engine, family, split):  # noqa: F811
     options = {"family": family, "stages": SPLITS[split]}
     first, second = sharer(**options), sharer(**options)
@@ -380,6 +386,7 @@ def test_engines_of_other_stages_share_nothing(engine, tokens, other):
 
 @pytest.mark.parametrize("family", ["full", "window and full", "latent"])
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.values
 def test_engines_of_equal_stages_share_through_a_store(engine, tmp_path, family, ranks):
     store = {"store": {"path": str(tmp_path / "kv"), "gib": 1, "lookup_timeout_s": 30}}
     options = {"family": family, "ranks": ranks, "stages": SPLITS["two"], "extra": store}
@@ -487,6 +494,7 @@ def test_what_the_runner_does_not_end_in_the_first_stage_is_saved_all_the_same(e
     ],
     ids=str,
 )
+@pytest.mark.values
 def test_parts_of_slots_are_read_alone(engine, parts, family, theirs, ours):
     reference = engine(family=family)
     prefill = engine("kv_producer", family=family, stages=theirs)

@@ -119,6 +119,7 @@ def test_without_the_references_the_race_is_lost(engine, tight, tokens):
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("family", ["full", "window", "all three"])
+@pytest.mark.values
 def test_a_request_resumes_and_ends_while_its_copies_wait(engine, hasty_resets, family, overlap):
     """Its blocks are left to others under copies that were queued before it was preempted."""
     options = {"family": family, "usable_blocks": 40}

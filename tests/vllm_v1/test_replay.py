@@ -92,6 +92,7 @@ def test_a_hand_off_without_the_window_is_found_out(engine, family, monkeypatch,
 
 @of_all
 @pytest.mark.parametrize("local", [BLOCK, 2 * REPLAYED, 4 * REPLAYED], ids=str)
+@pytest.mark.values
 def test_a_window_is_loaded_where_the_prefix_is_here(engine, computed, family, local):
     """What vLLM's own prefix cache has of the prompt brings no window."""
     prefill, decode = engine("kv_producer", family=family), engine("kv_consumer", family=family)
@@ -124,6 +125,7 @@ def test_a_prefill_engine_that_computes_the_window_again_hands_it_off(engine, co
 
 @of_all
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2)], ids=str)
+@pytest.mark.values
 def test_windows_are_handed_off_between_ranks(engine, family, ranks):
     prefill = engine("kv_producer", family=family, ranks=ranks[0])
     decode = engine("kv_consumer", family=family, ranks=ranks[1])
@@ -159,6 +161,7 @@ def test_windows_are_handed_off_between_blocks_of_other_sizes(engine, family, si
 @pytest.mark.parametrize("step", [4096, 2 * BLOCK + 5], ids=["whole", "chunks"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.values
 def test_the_last_window_of_a_shared_prefix_is_computed_again(
     sharer, shelf, engine, computed, family, ranks, overlap, step
 ):

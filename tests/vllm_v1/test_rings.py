@@ -25,6 +25,7 @@ of_all = pytest.mark.parametrize("family", FAMILIES)
 )
 @of_all
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "uncached"])
+@pytest.mark.values
 def test_every_place_of_the_ring_is_handed_off(engine, family, caching):
     options = {"family": family, "prefix_caching": caching}
     reference = engine(**options)
@@ -69,6 +70,7 @@ def test_a_ring_is_loaded_where_the_prefix_is_here(engine, family):
 )
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 4), (2, 2)], ids=str)
 @pytest.mark.parametrize("family", ["ring and full", "ring and latent"])
+@pytest.mark.values
 def test_all_ranks_keep_the_whole_ring(engine, family, ranks):
     prefill = engine("kv_producer", family=family, ranks=ranks[0])
     decode = engine("kv_consumer", family=family, ranks=ranks[1])

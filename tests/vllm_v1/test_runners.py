@@ -22,6 +22,7 @@ PROMPT = prompt(6 * BLOCK - 3)
 
 
 @pytest.mark.parametrize("length", [BLOCK - 5, BLOCK, 5 * BLOCK + 1, 20 * BLOCK])
+@pytest.mark.values
 def test_a_hand_off_arrives(engine, runner, family, length):
     prefill, decode, reference = trio(
         engine, runner, family=family, max_tokens_a_step=4 * BLOCK, usable_blocks=90
@@ -36,6 +37,7 @@ def test_a_hand_off_arrives(engine, runner, family, length):
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.values
 def test_many_at_once_arrive(engine, tokens, runner, overlap):
     options = {"async_scheduling": overlap, "lifecycle": runner()}
     both = engine("kv_both", max_tokens_a_step=3 * BLOCK, **options)
@@ -97,6 +99,7 @@ def test_blocks_stay_until_their_copies_ended(engine, tokens, runner):
     assert_clean(prefill, decode)
 
 
+@pytest.mark.values
 def test_a_failed_load_is_computed_instead(engine, runner, family):
     prefill, decode, reference = trio(engine, runner, family=family)
     right = reference.generate(PROMPT, 6).tokens

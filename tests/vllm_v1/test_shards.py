@@ -66,6 +66,7 @@ def expected_shards(family, ranks):
 
 @each_family
 @pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.values
 def test_attention_takes_as_many_slots_as_with_a_rank_for_each_head(engine, family, ranks):
     """A state takes one of each rank, as it must."""
     several = engine("kv_producer", family=family, ranks=ranks)
@@ -93,6 +94,7 @@ def test_attention_takes_as_many_slots_as_with_a_rank_for_each_head(engine, fami
 )
 @each_family
 @between
+@pytest.mark.values
 def test_every_rank_gets_the_bytes_of_a_handoff(engine, family, ranks):
     prefill = engine("kv_producer", family=family, ranks=ranks[0])
     decode = engine("kv_consumer", family=family, ranks=ranks[1])
@@ -103,7 +105,7 @@ def test_every_rank_gets_the_bytes_of_a_handoff(engine, family, ranks):
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
 @pytest.mark.parametrize("ranks", [(4, 4), (4, 2), (8, 4), (2, 8)], ids=str)
 @pytest.mark.parametrize("family", ["state and latent", "all three"])
-@pytest.mark.pairs
+@pytest.mark.values
 def test_blocks_of_another_size_are_made_of_slots_of_several_ranks(engine, family, ranks, sizes):
     prefill = engine("kv_producer", family=family, ranks=ranks[0], block_size=sizes[0])
     decode = engine("kv_consumer", family=family, ranks=ranks[1], block_size=sizes[1])
@@ -139,7 +141,7 @@ def test_an_engine_that_shares_hands_off_and_receives_in_shards(engine, ranks):
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @each_family
-@pytest.mark.pairs
+@pytest.mark.values
 def test_a_neighbours_blocks_are_read_in_shards(place, engine, family, ranks, overlap):
     options = {"family": family, "ranks": ranks, "async_scheduling": overlap}
     options |= {"max_tokens_a_step": 2 * BLOCK + 5, "usable_blocks": 200}
@@ -160,7 +162,7 @@ def test_a_neighbours_blocks_are_read_in_shards(place, engine, family, ranks, ov
 @pytest.mark.parametrize("where", ["arena", "store"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @each_family
-@pytest.mark.pairs
+@pytest.mark.values
 def test_the_next_turn_goes_on_within_a_block(engine, shelf, family, ranks, where):
     extra = {"share": True} if where == "arena" else MASTER
     place = Place(engine, extra, "tokens_from_host" if where == "arena" else "tokens_shared")
@@ -179,6 +181,7 @@ def test_the_next_turn_goes_on_within_a_block(engine, shelf, family, ranks, wher
 
 @pytest.mark.parametrize("ranks", [4, 8])
 @each_family
+@pytest.mark.values
 def test_an_engine_gets_back_what_its_own_cache_has_evicted(engine, family, ranks):
     place = Place(engine, {"share": True}, "tokens_kept")
     alone = place(family=family, ranks=ranks, usable_blocks=64)
@@ -213,6 +216,7 @@ def test_a_full_arena_evicts_and_holds_what_it_is_asked_for(engine, family):
 
 @pytest.mark.parametrize("sharing", [False, True], ids=["hand-off", "sharing"])
 @each_family
+@pytest.mark.values
 def test_shards_of_another_rank_are_noticed_by_these_tests(
     engine, place, monkeypatch, family, sharing
 ):

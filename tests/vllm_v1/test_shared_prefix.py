@@ -40,7 +40,7 @@ def blocks(shelf: SwitchedShelf, group: int = 0, rank: int = 0) -> int:
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.pairs
+@pytest.mark.values
 def test_a_prefix_is_found_by_another_engine(sharer, shelf, engine, family, ranks, overlap):
     options = {"family": family, "ranks": ranks, "async_scheduling": overlap}
     first, second = sharer(**options), sharer(**options)
@@ -372,7 +372,7 @@ def test_a_load_of_which_a_part_comes_too_late_is_counted_as_such(sharer, shelf,
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-@pytest.mark.pairs
+@pytest.mark.values
 def test_entries_that_go_before_they_are_loaded(sharer, shelf, engine, policy, family, overlap):
     options = {"family": family, "policy": policy, "async_scheduling": overlap}
     first, second = sharer(**options), sharer(**options)

@@ -39,6 +39,7 @@ def splits_whole_blocks():
     ("length", "loaded"),
     [(BLOCK, 0), (3 * BLOCK + 7, 0), (5 * BLOCK, 0), (5 * BLOCK + 1, 5), (6 * BLOCK, 5)],
 )
+@pytest.mark.values
 def test_a_prompt_goes_on_where_a_step_left_a_state(place, engine, length, loaded):
     """vLLM computes all but the last block at once, so there are states after five and six."""
     if not splits_whole_blocks():
@@ -54,6 +55,7 @@ def test_a_prompt_goes_on_where_a_step_left_a_state(place, engine, length, loade
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.values
 def test_every_chunk_of_a_prompt_leaves_a_state(place, engine, family, overlap):
     options = {"family": family, "async_scheduling": overlap, "max_tokens_a_step": 2 * BLOCK + 5}
     first, second, alone = place(**options), place(**options), engine(family=family)
@@ -69,6 +71,7 @@ def test_every_chunk_of_a_prompt_leaves_a_state(place, engine, family, overlap):
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.values
 def test_answers_leave_a_state_in_every_block(place, engine, family, overlap):
     options = {"family": family, "async_scheduling": overlap}
     first, alone = place(**options), engine(family=family)
@@ -83,6 +86,7 @@ def test_answers_leave_a_state_in_every_block(place, engine, family, overlap):
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.values
 def test_a_request_that_goes_on_leaves_the_states_alone_that_are_being_copied(
     place, engine, family, overlap
 ):
@@ -117,6 +121,7 @@ def test_states_of_other_tokens_are_noticed_by_these_tests(place, engine, monkey
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.values
 def test_preempted_requests_share_and_load_states(place, engine, family, overlap):
     options = {"family": family, "async_scheduling": overlap}
     small = {"usable_blocks": 16 if family == "state and full" else 20, **options}
@@ -135,6 +140,7 @@ def test_preempted_requests_share_and_load_states(place, engine, family, overlap
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.values
 def test_a_handed_off_prompt_and_its_answer_are_found_by_a_third_engine(place, engine, ranks):
     options = {"family": "all three", "ranks": ranks}
     prefill, decode = place("kv_producer", **options), place("kv_consumer", **options)
@@ -150,6 +156,7 @@ def test_a_handed_off_prompt_and_its_answer_are_found_by_a_third_engine(place, e
     assert_clean(prefill, decode)
 
 
+@pytest.mark.values
 def test_every_model_runner_shares_states(place, engine, runner):
     options = {"family": "all three"}
     first = place(lifecycle=runner(), **options)

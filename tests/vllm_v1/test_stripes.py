@@ -94,6 +94,7 @@ def test_every_rank_gets_the_bytes_of_a_handoff(engine, ranks):
 
 @pytest.mark.parametrize("stages", [(), (2,), (3,)], ids=str)
 @pytest.mark.parametrize(("family", "stripes"), [("ring and latent", 2), ("ring and full", 2)])
+@pytest.mark.values
 def test_some_groups_must_be_the_same_on_all_ranks(engine, family, stripes, stages):
     """With pipeline stages, all groups of a stage: which may have the layers of one alone."""
     if stages and family == "ring and full":
@@ -107,6 +108,7 @@ def test_some_groups_must_be_the_same_on_all_ranks(engine, family, stripes, stag
 
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
 @pytest.mark.parametrize("ranks", SIZES, ids=lambda pair: f"{pair[0]} to {pair[1]}")
+@pytest.mark.values
 def test_blocks_of_another_size_are_made_of_slots_of_several_ranks(engine, ranks, sizes):
     prefill = engine("kv_producer", ranks=ranks[0], block_size=sizes[0], **LATENT)
     decode = engine("kv_consumer", ranks=ranks[1], block_size=sizes[1], **LATENT)
@@ -194,6 +196,7 @@ def test_the_own_blocks_in_another_stripe_are_not_read(sharer, engine, monkeypat
 )
 @pytest.mark.parametrize("stages", [(), (1,)], ids=["one stage", "two stages"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.values
 def test_a_neighbours_blocks_are_read_from_all_its_ranks(
     sharer,  # noqa: F811
     engine,

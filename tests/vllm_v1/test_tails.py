@@ -49,7 +49,7 @@ def place(request, engine, tmp_path):
 )
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @each_family
-@pytest.mark.pairs
+@pytest.mark.values
 def test_the_next_turn_goes_on_where_the_last_has_ended(place, engine, family, overlap):
     """Of an answer all tokens but the last are computed."""
     options = {"family": family, "async_scheduling": overlap}
@@ -72,7 +72,7 @@ def test_the_next_turn_goes_on_where_the_last_has_ended(place, engine, family, o
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @each_family
-@pytest.mark.pairs
+@pytest.mark.values
 def test_the_next_turn_goes_on_behind_the_prompt_whatever_was_answered(
     place, engine, family, overlap, ranks
 ):
@@ -137,6 +137,7 @@ def test_the_end_of_a_prompt_is_not_kept_where_blocks_are_scarce(place, engine, 
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.values
 def test_with_a_match_unit_prompts_that_differ_at_their_very_ends_go_on_there(
     place, engine, overlap
 ):
@@ -157,6 +158,7 @@ def test_with_a_match_unit_prompts_that_differ_at_their_very_ends_go_on_there(
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.values
 def test_with_a_match_unit_vllm_goes_on_with_its_own_states_too(place, engine, overlap):
     """What it has found itself within a block is loaded by no other connector."""
     options = {"family": "state and full", "async_scheduling": overlap, "match_unit": UNIT}
@@ -192,6 +194,7 @@ def test_a_state_is_copied_to_no_block_that_vllm_copies_in_that_step(engine):
 
 
 @each_family
+@pytest.mark.values
 def test_each_turn_of_a_conversation_goes_on_there(place, engine, family):
     """A loaded tail is the request's own block: it is filled, shared and read as any other."""
     engines, alone = [place(family=family), place(family=family)], engine(family=family)
@@ -210,6 +213,7 @@ def test_each_turn_of_a_conversation_goes_on_there(place, engine, family):
 
 
 @pytest.mark.parametrize("place_of", [0, 3, -1], ids=["first", "middle", "last"])
+@pytest.mark.values
 def test_a_tail_of_other_tokens_is_not_found(place, engine, place_of):
     family = "state and full"
     first, second, alone = place(family=family), place(family=family), engine(family=family)
@@ -249,6 +253,7 @@ def test_a_tail_is_found_by_all_of_its_tokens(place, engine):
 
 
 @each_family
+@pytest.mark.values
 def test_a_tail_is_taken_for_no_full_block_when_vllm_asks_with_more_in_its_cache(place, family):
     first, second = place(family=family), place(family=family)
     said = prompt(2 * BLOCK + 9)
@@ -284,6 +289,7 @@ def test_tails_of_other_tokens_are_noticed_by_these_tests(place, engine, monkeyp
 
 
 @pytest.mark.parametrize("length", [9, 3 * BLOCK + 9], ids=["first block", "later"])
+@pytest.mark.values
 def test_a_tail_is_found_by_its_salt_alone(place, engine, length):
     family = "state and full"
     first, second, alone = place(family=family), place(family=family), engine(family=family)
@@ -302,6 +308,7 @@ def test_a_tail_is_found_by_its_salt_alone(place, engine, length):
     control="test_tails_of_other_tokens_are_noticed_by_these_tests",
 )
 @each_family
+@pytest.mark.values
 def test_attention_that_reaches_deeper_than_states_goes_on_at_the_deepest_tail(
     place, engine, family
 ):
@@ -333,6 +340,7 @@ def test_an_engine_gets_back_the_tail_that_its_own_cache_has_not(engine):
 
 
 @each_family
+@pytest.mark.values
 def test_a_prompt_that_was_handed_off_leaves_a_tail_at_both_engines(place, engine, family):
     options = {"family": family}
     prefill, decode = place("kv_producer", **options), place("kv_consumer", **options)
@@ -348,6 +356,7 @@ def test_a_prompt_that_was_handed_off_leaves_a_tail_at_both_engines(place, engin
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.values
 def test_an_aborted_request_leaves_what_it_has_computed(place, engine, overlap):
     options = {"family": "state and full", "async_scheduling": overlap}
     first, second, alone = place(**options), place(**options), engine(family="state and full")
@@ -429,6 +438,7 @@ def in_store(engine, shelf):
 
 @each_family
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.values
 def test_every_rank_stores_its_part_of_a_tail(in_store, engine, family, ranks):
     options = {"family": family, "ranks": ranks}
     first, second, alone = in_store(**options), in_store(**options), engine(**options)
@@ -520,6 +530,7 @@ def test_a_store_that_is_late_with_tails_has_its_full_blocks_used(engine, shelf,
 
 
 @pytest.mark.parametrize("diverges", [False, True])
+@pytest.mark.values
 def test_a_connector_that_continues_diverged_hits_is_asked_once(
     place, engine, monkeypatch, diverges
 ):

@@ -136,6 +136,7 @@ CUT = len(ASKED) // BLOCK * BLOCK
     ids=str,
 )
 @pytest.mark.parametrize("way", ["params", "xargs"])
+@pytest.mark.values
 def test_a_request_and_the_operator_have_a_say(answered, hints, setting, kept, way):
     told = {"params": {"omni": hints}} if way == "params" else {}
     if way == "xargs":

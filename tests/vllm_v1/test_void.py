@@ -107,6 +107,7 @@ Way = Callable[[InProcessEngine, HeldCopier], None]
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.values
 def test_nobody_has_a_wrong_byte(engine, sharer, tokens, monkeypatch, way: Way, overlap: bool):
     # Of engines that receive, vLLM frees blocks late, so that no reset succeeds beside a step.
     owner = sharer("kv_producer", extra=SHARES, async_scheduling=overlap)
