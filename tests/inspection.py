@@ -73,7 +73,8 @@ def say(scheduler: "OmniScheduler", **fields: Any) -> None:
 
 def offers_shared(scheduler: "OmniScheduler", request_id: str) -> bool:
     """Whether what an engine offers to load for a request is a shared prefix, and no hand-off."""
-    return scheduler._shared is not None and scheduler._shared.offers(request_id)
+    prefix = scheduler._states[request_id].prefix
+    return prefix is not None and prefix.offered > 0
 
 
 def worker_half(connector: "OmniKVConnector") -> "OmniWorker":
@@ -325,7 +326,7 @@ def shares_prefixes(half: "OmniScheduler") -> bool:
 def store_has_answered(half: "OmniScheduler") -> bool:
     """Whether the store has answered all look-ups of prompts that it was asked for."""
     assert half._shared is not None
-    lookups = [prompt.lookup for prompt in half._shared._prompts.values()]
+    lookups = [prompt.lookup for prompt in half._shared._prompts]
     return all(lookup is None or lookup.held is not None for lookup in lookups)
 
 
@@ -475,7 +476,8 @@ def looked_at(half: "OmniScheduler", request_id: str) -> list[int]:
     """Return for each group how many blocks of a request were looked at. A request that waits for
     its adapter has none."""
     shared = shared_parts(half)
-    prompt = shared._prompts.get(request_id)
+    state = half._states.get(request_id)
+    prompt = None if state is None else state.prefix
     return prompt.sent if prompt is not None else [0] * len(shared._groups)
 
 

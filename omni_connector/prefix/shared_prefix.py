@@ -17,7 +17,7 @@ Blocks are copied when they have filled, and held until the copy has ended (see 
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final
 
@@ -103,8 +103,7 @@ class SharedPrefix:
         self._lookup_timeout = lookup_timeout
         self._clock = context.clock
         self._stats = context.stats
-        self._hints: dict[str, Hints] = {}  # of requests that are not added yet
-        self._prompts: dict[str, SharedPrompt] = {}
+        self._prompts: dict[SharedPrompt, None] = {}
         evicted = host.evicted if host is not None else (lambda group, key: False)
         self._misses = Misses(self._groups, self._unit, evicted, context.stats)
         # Prompts of this step for which we load nothing, with the tokens in vLLM's own cache.
@@ -131,34 +130,34 @@ class SharedPrefix:
         """What answers the questions of `omni-connector explain`; nothing where it cannot ask."""
         return {} if self._explainer is None else self._explainer.answers()
 
-    def hint(self, request_id: str, asked: Hints) -> Hints:
-        """Note the hints of a request before it is added; returns those that are followed."""
+    def followed(self, asked: Hints) -> Hints:
+        """Those of the hints of a request that are followed."""
         hints, refused = asked.allowed(self._hint_rules.allowed)
         if refused:
             self._stats.count("hints_refused", refused)
         if self._host is None and hints.asks_arena:
             self._stats.count("bad_hints")
             hints = NO_HINTS
-        self._hints[request_id] = hints
         return hints
 
     def add(
         self,
         request: EngineRequest,
+        hints: Hints,
         *,
         stops_early: bool = False,
         adapter: str = "",
         opaque: tuple[tuple[int, int], ...] = (),
-    ) -> None:
+    ) -> SharedPrompt:
         """A request has arrived: look its prompt up.
 
         Args:
+            hints: those that are followed.
             stops_early: whether its prompt was shortened, but its hashes were not.
             adapter: digest of its LoRA adapter's content; "" without one.
             opaque: parts of the prompt, each by its first token and end, whose ids do not say what
                 they are, as those of images.
         """
-        hints = self._hints.pop(request.request_id, NO_HINTS)
         prompt = SharedPrompt(
             request=request,
             # vLLM sets this where it has to compute every token: for log-probabilities of the
@@ -174,8 +173,9 @@ class SharedPrefix:
             thoughts=self._thoughts(hints),
             opaque=opaque,
         )
-        self._prompts[request.request_id] = prompt
+        self._prompts[prompt] = None
         self._look_up(prompt)
+        return prompt
 
     def _thoughts(self, hints: Hints) -> Thoughts | None:
         """What finds the thoughts in an answer that is kept up to these; None if it is kept."""
@@ -204,12 +204,10 @@ class SharedPrefix:
             prompt.lookup = Lookup(prefix, prompt.names, deadline, tails)
             self._lookups.ask(prompt.lookup)
 
-    def matched_tokens(self, request: EngineRequest, num_computed: int) -> int | None:
+    def matched_tokens(self, prompt: SharedPrompt, num_computed: int) -> int | None:
         """Tokens that can be loaded after the first `num_computed`; None while the store is
         asked."""
-        prompt = self._prompts.get(request.request_id)
-        if prompt is None:
-            return 0
+        request = prompt.request
         if not prompt.loads:
             prompt.local = num_computed
             return 0
@@ -269,26 +267,9 @@ class SharedPrefix:
         prompt.missed = not prompt.offered and num_computed < last and bool(prompt.lookup)
         return prompt.offered
 
-    def not_asked(self, request_id: str, num_computed: int | None) -> None:
-        """Skip the look-up of a request, because its hand-off has the tokens after `num_computed`.
-
-        Another connector beside this one may load these tokens instead. Then their blocks are saved
-        only after vLLM has learned whether that load succeeded.
-
-        Args:
-            num_computed: None if the hand-off is what vLLM loads.
-        """
-        if prompt := self._prompts.get(request_id):
-            prompt.had = num_computed
-
-    def offers(self, request_id: str) -> bool:
-        """Whether vLLM allocates blocks for tokens that we offered to load."""
-        prompt = self._prompts.get(request_id)
-        return prompt is not None and prompt.offered > 0
-
     def allocated(
         self,
-        request: EngineRequest,
+        prompt: SharedPrompt,
         tables: Callable[[], BlockTables],
         num_external: int,
     ) -> None:
@@ -297,9 +278,6 @@ class SharedPrefix:
         Args:
             tables: returns the request's block tables.
         """
-        prompt = self._prompts.get(request.request_id)
-        if prompt is None:
-            return
         self.saves.begin(prompt)
         prompt.scheduled = False
         local = prompt.local
@@ -343,30 +321,21 @@ class SharedPrefix:
     def keep_boundaries(
         self,
         meta: CopyWork,
-        states: Mapping[str, Iterable[tuple[int, int, int]]],
+        states: Iterable[tuple[SharedPrompt, Iterable[tuple[int, int, int]]]],
         blocks_of: BlocksOf,
     ) -> None:
-        """Add copies of the blocks in which prompts end; see `PrefixSaves.keep_boundary`.
+        """Add copies of the blocks in which prompts end; see `PrefixSaves.keep_boundary`."""
+        for prompt, of_prompt in states:
+            self.saves.keep_boundary(meta, prompt, of_prompt, blocks_of)
 
-        Args:
-            states: by request.
-        """
-        for request_id, of_request in states.items():
-            prompt = self._prompts.get(request_id)
-            if prompt is not None:
-                self.saves.keep_boundary(meta, prompt, of_request, blocks_of)
-
-    def finish(self, request_id: str, blocks_of: BlocksOf | None) -> None:
+    def finish(self, prompt: SharedPrompt, blocks_of: BlocksOf | None) -> None:
         """The request is over. A load under way is told to stop.
 
         Args:
             blocks_of: returns the blocks of a request, which vLLM frees after this call; None where
                 the weights are not known.
         """
-        self._hints.pop(request_id, None)
-        prompt = self._prompts.pop(request_id, None)
-        if prompt is None:
-            return
+        del self._prompts[prompt]
         self.loads.revoke(prompt)
         self.saves.finish(prompt, blocks_of)
         if self._changes is not None and prompt.lookup is not None:
@@ -374,21 +343,14 @@ class SharedPrefix:
                 blocks = list(zip(prompt.names[g], prompt.hashes[g], strict=True))
                 self._changes.looked_up(prompt.request, g, blocks, held.blocks)
 
-    def sources(self, request_id: str) -> Mapping[str, int]:
-        """Tokens that are being loaded for a request, by the counter of their source."""
-        prompt = self._prompts.get(request_id)
-        return prompt.sources if prompt is not None else {}
-
-    def load_nothing(self, request_id: str) -> None:
+    def load_nothing(self, prompt: SharedPrompt) -> None:
         """A load of this request has failed: load nothing more for it.
 
         vLLM goes on reserving the blocks that the failed load was to fill. With a second load, a
         few such requests would wait for each other's reserved blocks for ever.
         """
-        prompt = self._prompts.get(request_id)
-        if prompt is not None:
-            prompt.loads = False
-            prompt.offered = 0
+        prompt.loads = False
+        prompt.offered = 0
 
     def follow(self, weights: str | None) -> None:
         """The engine has these weights from now on: blocks that are computed get their key prefix.
@@ -400,7 +362,7 @@ class SharedPrefix:
         self.saves.stores = weights is not None
         if self._host is not None:
             self._host.rename(self._prefix.in_arenas)
-        for prompt in self._prompts.values():
+        for prompt in self._prompts:
             if prompt.loads and not prompt.admitted and not prompt.jobs:
                 self._look_up(prompt)
 
@@ -411,7 +373,7 @@ class SharedPrefix:
         and are not being copied yet are not kept.
         """
         self.saves.suspend()
-        for prompt in self._prompts.values():
+        for prompt in self._prompts:
             prompt.found = None
             prompt.local = None
             prompt.offered = 0
@@ -419,31 +381,16 @@ class SharedPrefix:
                 prompt.void = True
                 self.loads.revoke(prompt)
 
-    def share_nothing(self, request_id: str) -> None:
+    def share_nothing(self, prompt: SharedPrompt) -> None:
         """Load nothing for a request and keep nothing of it: it is not known which weights it is
         computed with."""
-        prompt = self._prompts.get(request_id)
-        if prompt is not None:
-            prompt.loads = False
-            prompt.offered = 0
-            prompt.found = None
-            self.keep_nothing(request_id)
+        self.load_nothing(prompt)
+        prompt.found = None
+        self.keep_nothing(prompt)
 
-    def keep_nothing(self, request_id: str) -> None:
+    def keep_nothing(self, prompt: SharedPrompt) -> None:
         """Keep nothing of a request from now on."""
-        prompt = self._prompts.get(request_id)
-        if prompt is not None:
-            prompt.sent = [_NEVER] * len(self._groups)
-
-    def blocks_void(self, block_ids: Set[int], spoiled: Iterable[str]) -> None:
-        """These KV blocks hold what no model has computed, and vLLM computes them anew.
-
-        Args:
-            spoiled: requests that go on with some of them.
-        """
-        for request_id in spoiled:
-            self.keep_nothing(request_id)
-        self.saves.blocks_void(block_ids)
+        prompt.sent = [_NEVER] * len(self._groups)
 
     def clear(self) -> None:
         """Forget all blocks in the own arena, whatever the weights are."""
@@ -452,14 +399,14 @@ class SharedPrefix:
         self.saves.void()
         if self._host is not None:
             self._host.rename(self._prefix.in_arenas)
-        for prompt in self._prompts.values():
+        for prompt in self._prompts:
             prompt.found = None
 
     def void(self) -> None:
         """The weights have changed, or may have: use nothing that was looked up, loaded or kept
         before."""
         self.clear()
-        for prompt in self._prompts.values():
+        for prompt in self._prompts:
             # A request that vLLM computes anew saves its blocks anew. One that goes on with blocks
             # from before the reset saves nothing.
             goes_on = prompt.request.num_computed_tokens and not prompt.jobs
@@ -485,7 +432,7 @@ class SharedPrefix:
             self._explainer.close()
         if self._lookups is not None:
             self._lookups.close()
-        for prompt in self._prompts.values():  # of requests that have not ended
+        for prompt in self._prompts:  # of requests that have not ended
             prompt.found = None  # it keeps the indexes of neighbours mapped
         if self._host is not None:
             self._host.close()

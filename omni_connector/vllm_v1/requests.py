@@ -18,7 +18,7 @@ from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.truncation import answer_one_token
 from omni_connector.net.status import plain
 from omni_connector.net.warnings import Warnings
-from omni_connector.prefix.hints import KEY, NO_HINTS, read_hints, wrong_hint
+from omni_connector.prefix.hints import KEY, NO_HINTS, Hints, read_hints, wrong_hint
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.runtime.stats import Stats
 
@@ -163,36 +163,40 @@ def drop_unusable(request: "Request", stats: Stats) -> None:
 
 def take_hints(
     request: "Request", shared: SharedPrefix | None, stats: Stats, warnings: Warnings
-) -> None:
+) -> Hints:
     """Read the hints of a new request, and leave of its params what they say of a hand-off.
 
     Args:
         warnings: of clients' hints that are misspelt.
-        shared: is told of the hints; None where nothing is shared.
+        shared: says which hints are followed; None where nothing is shared.
         stats: counts hints that are not followed.
+
+    Returns:
+        Those that are followed.
     """
     params = request.kv_transfer_params
     sampling = request.sampling_params
     known = params if isinstance(params, Mapping) else {}
     extra_args = None if sampling is None else sampling.extra_args
     if not extra_args and KEY not in known:
-        return  # most requests have no hints
+        return NO_HINTS  # most requests have none
     hints, bad = read_hints(known, extra_args)
     if hints == NO_HINTS and not bad and KEY not in known:
-        return
+        return NO_HINTS
     if bad and (wrong := wrong_hint(known, extra_args)):
         warnings.warn("Request %s: %s (bad_hints)", request.request_id, plain(wrong)[:_SHOWN_CHARS])
     if shared is None:
         bad += hints.asks_arena
         hints = NO_HINTS
     else:
-        hints = shared.hint(request.request_id, hints)
+        hints = shared.followed(hints)
     if bad:
         stats.count("bad_hints", bad)
     if KEY in known:
         request.kv_transfer_params = {key: known[key] for key in known if key != KEY} or None
     if hints.prefetch and request.kv_transfer_params is None:
         answer_one_token(request)
+    return hints
 
 
 def recompute(request: "Request", manager: "KVCacheManager") -> None:

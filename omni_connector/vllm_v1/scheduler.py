@@ -45,6 +45,7 @@ from omni_connector.identity.full_digest import WeightFilesDigest
 from omni_connector.kv.spans import NULL_BLOCK_ID
 from omni_connector.net.warnings import Warnings
 from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.requests.state import RequestState
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.trace import now
 from omni_connector.vllm_v1.compat import (
@@ -208,16 +209,11 @@ class OmniScheduler:
         self._cached = tuple(each for each in self._transferred if each not in uncached)
         self._replay = replay(kv_cache_config)
         # All that vLLM has: whatever they ask for, others find what they compute in its own cache.
-        self._requests: dict[str, Request] = {}
-        # Requests whose last load was a hand-off: that alone brings what no prefix cache has.
-        self._handed_off: set[str] = set()
+        self._states: dict[str, RequestState] = {}
         self._void: tuple[list[int], list[int]] = [], []
         # Beside other connectors: the blocks, by group, of requests that have ended, and how many
         # of the steps that were under way then have not ended.
         self._left: deque[tuple[list[list[int]], int]] = deque()
-        # Requests that wait until weights and adapters are known, and what was ordered when they
-        # arrived: an engine that is drained meanwhile still serves them.
-        self._not_begun: dict[str, Refusals] = {}
         self._resets_told = weights.resets
         self._told_unreadable = False
         self._by_files = True
@@ -278,11 +274,12 @@ class OmniScheduler:
             self._shared_as = self._weights.sharing_id
             self._shared.follow(self._shared_as)
 
-    def _waits_for_weights(self, request: "Request") -> bool:
+    def _waits_for_weights(self, state: RequestState) -> bool:
         """Whether a request has to wait until the weights are known that it is computed with.
 
         It does not for ever: after that it is computed, and nothing of it is shared."""
         self._weights.ask()
+        request = state.request
         request_id = request.request_id
         if self._shared is None and not request.kv_transfer_params:
             # If workers are called before the first answer, nothing tells which weights computed
@@ -291,11 +288,12 @@ class OmniScheduler:
         if self._weights.waits:
             return True
         self._adapters.goes_on(request_id)
-        if self._not_begun.pop(request_id, None) is not None:
+        if state.not_begun is not None:
+            state.not_begun = None
             self._begin_alone(request, "weights_unknown")
             self._stats.fail("weights_unknown")
-        if self._shared is not None:
-            self._shared.share_nothing(request_id)
+        if self._shared is not None and state.prefix is not None:
+            self._shared.share_nothing(state.prefix)
         if self._sender is not None:
             self._sender.refuse(request_id, "weights_unknown", _UNKNOWN)
         if self._receiver is not None:
@@ -329,7 +327,8 @@ class OmniScheduler:
             for ids in left:
                 void.update(dropwhile(lambda each: each not in block_ids, ids))
         goes_on: set[str] = set()
-        for request in self._requests.values():
+        for state in self._states.values():
+            request = state.request
             tables = self._blocks_of(request.request_id)
             for table, tokens in zip(tables, self._block_tokens, strict=True):
                 ids = [each.block_id for each in table]
@@ -339,20 +338,21 @@ class OmniScheduler:
                 void.update(ids[first:])
                 if request.num_computed_tokens > first * tokens:  # another one computes them
                     goes_on.add(request.request_id)
+                    self._keep_nothing(state)
                     self._spoiled.goes_on_without(request, first * tokens)
         void.discard(NULL_BLOCK_ID)
         self._manager.evict_blocks(void)
         if self._sender is not None:
             self._sender.blocks_void(void, goes_on)
         if self._shared is not None:
-            self._shared.blocks_void(void, goes_on)
+            self._shared.saves.blocks_void(void)
 
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived: ask for its KV elsewhere, or prepare to hand it off."""
         self._serving.begins(request.request_id)
-        self._requests[request.request_id] = request
         self._follow_weights()
-        take_hints(request, self._shared, self._stats, self._hint_warnings)
+        hints = take_hints(request, self._shared, self._stats, self._hint_warnings)
+        state = self._states[request.request_id] = RequestState(request, hints)
         drop_unusable(request, self._stats)
         self._adapters.begins(request)
         hashes = complete_hashes(request, self._hash_block_size, self._dtype)
@@ -364,9 +364,9 @@ class OmniScheduler:
             return
         refusals = self._serving.refusals()
         if self._adapters.arrives(request) or not self._weights.known:
-            self._not_begun[request.request_id] = refusals
+            state.not_begun = refusals
         else:
-            self._begin(request, refusals)
+            self._begin(state, refusals)
 
     def _begin_alone(self, request: "Request", reason: str) -> None:
         """Begin a request that nothing is fetched for, and that is not handed off."""
@@ -376,7 +376,8 @@ class OmniScheduler:
         if wants_handoff(params) and self._sender is not None:
             self._sender.add(request, Prompt(token_ids=(), num_tokens=0), reason)
 
-    def _begin(self, request: "Request", refusals: Refusals) -> None:
+    def _begin(self, state: RequestState, refusals: Refusals) -> None:
+        request = state.request
         adapter = self._adapters.content(request, self._weights.number)
         if adapter is None:
             self._begin_alone(request, "adapter_unknown")
@@ -386,8 +387,12 @@ class OmniScheduler:
         named = request.prompt_embeds is None or not self._tokens_ahead
         if self._shared is not None and named and not request.resumable:
             truncated = self._stops_early and wants_handoff(request.kv_transfer_params or {})
-            self._shared.add(
-                request, stops_early=truncated, adapter=adapter, opaque=opaque_parts(request)
+            state.prefix = self._shared.add(
+                request,
+                state.hints,
+                stops_early=truncated,
+                adapter=adapter,
+                opaque=opaque_parts(request),
             )
 
     def _follow_params(self, request: "Request", adapter: str, refusals: Refusals) -> None:
@@ -510,15 +515,16 @@ class OmniScheduler:
         if self._incomplete and self._uncache_incomplete():
             return _ASK_AGAIN  # vLLM may have found such a block for this request just now
         self._follow_weights()
-        if not self._weights.known and self._waits_for_weights(request):
+        state = self._states[request.request_id]
+        if not self._weights.known and self._waits_for_weights(state):
             return _ASK_AGAIN
         if self._adapters.used:
             if self._adapters.waits(request):
                 return _ASK_AGAIN
             self._adapters.goes_on(request.request_id)
-        refusals = self._not_begun.pop(request.request_id, None) if self._not_begun else None
-        if refusals is not None:
-            self._begin(request, refusals)
+        if state.not_begun is not None:
+            refusals, state.not_begun = state.not_begun, None
+            self._begin(state, refusals)
             return _ASK_AGAIN  # it may be shorter now, so vLLM has to look at it anew
         self._undrafted.asked(request.request_id, num_computed_tokens)
         self._spoiled.asked(request.request_id, num_computed_tokens)
@@ -535,15 +541,15 @@ class OmniScheduler:
                 matched = self._receiver.matched_tokens(request_id, num_computed_tokens)
                 if matched is not None:
                     self._trace.begin(request_id, "room", after="lease")
-        if matched:
-            self._handed_off.add(request.request_id)
-        else:
-            self._handed_off.discard(request.request_id)
-        if self._shared is not None and matched is not None:
+        state.handed_off = bool(matched)
+        prefix = state.prefix
+        if self._shared is not None and prefix is not None and matched is not None:
             if matched:
-                self._shared.not_asked(request.request_id, num_computed_tokens)
+                # A connector beside this one may load these tokens instead. Then their blocks are
+                # saved only after vLLM has learned whether that load succeeded.
+                prefix.had = num_computed_tokens
             else:
-                matched = self._shared.matched_tokens(request, num_computed_tokens)
+                matched = self._shared.matched_tokens(prefix, num_computed_tokens)
                 if matched and num_computed_tokens + matched <= self._replay:
                     matched = 0  # vLLM would compute all of it again
         if matched == 0:
@@ -560,14 +566,15 @@ class OmniScheduler:
         After a load that leaves out a window which vLLM keeps in no prefix cache, vLLM computes the
         last tokens of the hit again. Its scheduler asks after each offer, and after the load.
         """
-        return self._transferred if request.request_id in self._handed_off else self._cached
+        return self._transferred if self._states[request.request_id].handed_off else self._cached
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external: int
     ) -> None:
         """Blocks were allocated; `num_external` of their tokens are ours to load."""
-        shared = self._shared
-        from_store = shared is not None and shared.offers(request.request_id)
+        state = self._states[request.request_id]
+        shared, prefix = self._shared, state.prefix
+        from_store = prefix is not None and prefix.offered > 0
         lacks_drafter = False
         if num_external > 0:
             self._room.begins(request)
@@ -577,30 +584,39 @@ class OmniScheduler:
             )
             phase = "load" if num_external > 0 and not from_store else "scheduling"
             self._trace.begin(request.request_id, phase, after="room")
-        if shared is not None:
+        if shared is not None and prefix is not None:
             if num_external > 0 and not from_store:
-                shared.not_asked(request.request_id, None)  # these tokens are ours
-            shared.allocated(request, blocks.get_block_ids, num_external if from_store else 0)
+                prefix.had = None  # these tokens are ours
+            shared.allocated(prefix, blocks.get_block_ids, num_external if from_store else 0)
         if lacks_drafter:
             first = self._undrafted.loaded(request, blocks.blocks, num_external)
             if shared is not None:
                 shared.saves.loads_over(blocks.blocks, first)
         # Beside other connectors `blocks` are none unless we load some.
         if self._undrafted.has(request, self._blocks_of):
-            self._give_to_nobody(request.request_id, "no_drafter_kv", _NO_DRAFTER_KV)
+            self._give_to_nobody(state, "no_drafter_kv", _NO_DRAFTER_KV)
         if self._spoiled.has(request, self._blocks_of):
-            self._give_to_nobody(request.request_id, "load_failed", _SPOILED)
+            self._give_to_nobody(state, "load_failed", _SPOILED)
 
-    def _give_to_nobody(self, request_id: str, reason: str, text: str) -> None:
+    def _give_to_nobody(self, state: RequestState, reason: str, text: str) -> None:
         """A request has blocks that lack KV, which others would expect there."""
-        if self._shared is not None:
-            self._shared.keep_nothing(request_id)
+        self._keep_nothing(state)
         if self._sender is not None:
-            self._sender.refuse(request_id, reason, text)
+            self._sender.refuse(state.request.request_id, reason, text)
+
+    def _keep_nothing(self, state: RequestState) -> None:
+        if self._shared is not None and state.prefix is not None:
+            self._shared.keep_nothing(state.prefix)
+
+    def _load_nothing(self, request_id: str) -> None:
+        state = self._states.get(request_id)
+        if self._shared is not None and state is not None and state.prefix is not None:
+            self._shared.load_nothing(state.prefix)
 
     def hit_sources(self, request: "Request", tokens: int) -> dict[Any, int]:
         """See `KVConnectorBase_V1`."""
-        read = {} if self._shared is None else self._shared.sources(request.request_id)
+        prefix = self._states[request.request_id].prefix
+        read = {} if prefix is None else prefix.sources
         sources: Counter[Any] = Counter()
         for counter, number in (read or {"tokens_loaded": tokens}).items():
             sources[cache_hit_source(counter)] += number
@@ -681,7 +697,12 @@ class OmniScheduler:
         drafted = step.scheduled_spec_decode_tokens
         shared.saves.build(meta, scheduled, self._blocks_of, drafted)
         if states := boundary_states(step):
-            shared.keep_boundaries(meta, states, self._blocks_of)
+            kept = [
+                (state.prefix, of_request)
+                for request_id, of_request in states.items()
+                if (state := self._states.get(request_id)) is not None and state.prefix is not None
+            ]
+            shared.keep_boundaries(meta, kept, self._blocks_of)
 
     @contextmanager
     def _held(self, block_ids: Sequence[int]) -> Iterator[None]:
@@ -735,19 +756,13 @@ class OmniScheduler:
             recompute(request, self._manager)
 
     def _recompute_loaded(self, receiver: HandoffReceiver, output: "KVConnectorOutput") -> None:
-        for request in receiver.take_void():
-            # The KV has come, but of other weights than those it would be read with.
-            if self._shared is not None:
-                self._shared.load_nothing(request.request_id)
-            recompute(request, self._manager)
-        for request in receiver.take_late():
-            # The workers do not tell vLLM of these, so that its policy ends no request for them.
-            if self._shared is not None:
-                self._shared.load_nothing(request.request_id)
+        # KV has come, but of other weights than it would be read with; and late loads, of which the
+        # workers do not tell vLLM, so that its policy ends no request for them.
+        for request in (*receiver.take_void(), *receiver.take_late()):
+            self._load_nothing(request.request_id)
             recompute(request, self._manager)
         for request in receiver.take_failed():
-            if self._shared is not None:
-                self._shared.load_nothing(request.request_id)
+            self._load_nothing(request.request_id)
             if not self._fails_by_block and not tells_failure(output, request.request_id):
                 logger.warning(
                     "Request %s computes its prompt here: its load failed, and the model "
@@ -775,18 +790,16 @@ class OmniScheduler:
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""
         self._follow_weights()
-        self._requests.pop(request.request_id, None)
+        state = self._states.pop(request.request_id)
         self._report.ends(request.request_id)
-        self._handed_off.discard(request.request_id)
         self._room.ends(request.request_id)
         self._adapters.goes_on(request.request_id)
-        not_begun = self._not_begun.pop(request.request_id, None) is not None
-        if not_begun and self._receiver is not None:
+        if state.not_begun is not None and self._receiver is not None:
             self._receiver.decline(request.kv_transfer_params or {})  # nothing was asked for yet
         self._adapters.ends(request.request_id)
-        if self._shared is not None:
+        if self._shared is not None and state.prefix is not None:
             blocks_of = self._blocks_of if self._weights.known else None
-            self._shared.finish(request.request_id, blocks_of)
+            self._shared.finish(state.prefix, blocks_of)
         self._undrafted.finish(request.request_id, self._blocks_of)
         self._spoiled.finish(request.request_id, self._blocks_of)
         if not self._alone and self._computing:

@@ -95,7 +95,7 @@ FEATURES: Final = (
         "a window that no prefix cache has is not computed again after a load of a prefix",
         (
             "omni_connector.vllm_v1.scheduler",
-            "self._transferred if request.request_id in self._handed_off else self._cached",
+            "self._transferred if self._states[request.request_id].handed_off else self._cached",
             "self._transferred",
         ),
     ),

@@ -102,9 +102,9 @@ MENDED: Final = (
         "requests whose hand-offs failed wait for each other's loads from the store",
         (
             "omni_connector.vllm_v1.scheduler",
-            "                self._shared.load_nothing(request.request_id)\n"
+            "            self._load_nothing(request.request_id)\n"
             "            if not self._fails_by_block",
-            "                pass\n            if not self._fails_by_block",
+            "            if not self._fails_by_block",
         ),
     ),
     mutant(
@@ -409,8 +409,8 @@ MENDED: Final = (
         "a request whose lease was over before its load was goes on as if all was there",
         (
             "omni_connector.vllm_v1.scheduler",
-            "        for request in receiver.take_late():\n",
-            "        for request in receiver.take_late()[:0]:\n",
+            "        for request in (*receiver.take_void(), *receiver.take_late()):\n",
+            "        receiver.take_late()\n        for request in receiver.take_void():\n",
         ),
     ),
     mutant(
@@ -445,8 +445,8 @@ MENDED: Final = (
         "a request goes on with blocks that another connector failed to load, and its KV is shared",
         (
             "omni_connector.vllm_v1.scheduler",
-            "            self._shared.blocks_void(void, goes_on)\n",
-            "            self._shared.blocks_void(void, ())\n",
+            "                    self._keep_nothing(state)\n",
+            "",
         ),
     ),
     mutant(

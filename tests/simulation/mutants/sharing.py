@@ -164,9 +164,8 @@ SHARING: Final = (
         (
             "omni_connector.prefix.shared_prefix",
             "            self._host.rename(self._prefix.in_arenas)\n        for prompt in"
-            " self._prompts.values():\n            if prompt.loads",
-            "            pass\n        for prompt in"
-            " self._prompts.values():\n            if prompt.loads",
+            " self._prompts:\n            if prompt.loads",
+            "            pass\n        for prompt in self._prompts:\n            if prompt.loads",
         ),
     ),
     mutant(

@@ -39,7 +39,7 @@ WEIGHTS: Final = (
         "requests after a reset load KV before it is known whose it is",
         (
             "omni_connector.vllm_v1.scheduler",
-            "        if not self._weights.known and self._waits_for_weights(request):",
+            "        if not self._weights.known and self._waits_for_weights(state):",
             "        self._weights.ask()\n        if False:",
         ),
     ),
