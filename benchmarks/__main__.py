@@ -41,7 +41,6 @@ BENCHMARKS = (
     "file_store",
     "transfer_engine",
     "handoff",
-    "short_handoffs",
     "host_prefix",
     "conversations",
     "partial_tails",

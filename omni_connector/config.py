@@ -2,9 +2,11 @@
 """`OmniConfig`: the keys of `kv_connector_extra_config`, typed and checked.
 
 Every key is optional. Each can also be given as the environment variable `OMNI_CONNECTOR_<KEY>`;
-the configuration wins. An unknown key is an error that names the nearest known one.
+the configuration wins. An unknown key is an error that names the nearest known one;
+a key of an earlier version is a warning.
 """
 
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -15,7 +17,14 @@ import msgspec
 from omni_connector.errors import ConfigError, unknown
 from omni_connector.net.peers import Peers, is_loopback, parse_host, parse_listen
 
+logger = logging.getLogger("vllm.omni_connector.config")
+
 ENV_PREFIX = "OMNI_CONNECTOR_"
+
+# Keys that earlier versions had, and what became of each. They are warned of for one version.
+_GONE: Final[Mapping[str, str]] = {
+    "thinking": "answers are kept up to their first thought, or whole by the hint `thinking: keep`",
+}
 
 # Environment variables of this prefix that are no configuration keys. Where the runtime folder lies
 # must be known before any configuration is read (see net/runtime.py).
@@ -177,6 +186,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         handoff: whether prompts are handed off; not where another connector beside this one does.
         handoff_ttl_s: seconds that a finished prefill waits for its decode engine before its slots
             are reused.
+        min_handoff_tokens: tokens from which on a decode engine fetches a prompt's KV; it computes
+            shorter prompts itself.
         arena_wait_s: seconds that a prefill request waits for room in a full arena before it is
             computed without hand-off.
         load_timeout_s: seconds that a decode engine waits for a peer's answer, and again for the
@@ -196,8 +207,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         share: whether this engine keeps full blocks in its arena, and shares them with the engines
             of its user and namespace on this host.
         admission: which new blocks it keeps.
-        thinking: whether blocks of an answer are kept from where a reasoning model begins to think
-            (`keep`, `drop`), where vLLM tells by which tokens it does.
         orphan_s: seconds for which engines of the host keep the arena of an engine that has ended,
             so that they and its successor find its blocks; 0 keeps none.
         hints: which hints of requests are followed.
@@ -220,6 +229,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     weights: Literal["may_change", "fixed"] = "may_change"
     handoff: bool = True
     handoff_ttl_s: float = 120.0
+    min_handoff_tokens: int = 0
     arena_wait_s: float = 10.0
     load_timeout_s: float = 30.0
     drain_quiet_s: float = 5.0
@@ -231,7 +241,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     mooncake: MooncakeSettings = MooncakeSettings()
     share: bool = True
     admission: Admission = "auto"
-    thinking: Literal["keep", "drop"] = "drop"
     orphan_s: float = 60.0
     hints: tuple[HintName, ...] = ALL_HINTS
     tenants: tuple[str, ...] = ()
@@ -263,6 +272,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             key = variable[len(ENV_PREFIX) :].lower()
             if key not in known and variable.startswith(services):
                 continue
+            if _is_gone(variable, key):
+                continue
             if key not in known:
                 raise ConfigError(f"environment variable {variable}: {_unknown_key(key, known)}")
             where = f"environment variable {variable}"
@@ -272,7 +283,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if not isinstance(given, Mapping):
             raise ConfigError(f"kv_connector_extra_config must be an object, not {_shown(given)}")
         for key, value in given.items():
-            if key in _FOREIGN_KEYS:
+            if key in _FOREIGN_KEYS or _is_gone("kv_connector_extra_config", key):
                 continue
             if key not in known:
                 raise ConfigError(f"kv_connector_extra_config: {_unknown_key(key, known)}")
@@ -287,6 +298,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             value = getattr(self, key)
             if value is not None:
                 _check_positive(key, value)
+        if self.min_handoff_tokens < 0:
+            raise ConfigError(f"min_handoff_tokens must not be negative, {self.min_handoff_tokens}")
         if not 0 <= self.orphan_s <= MAX_ORPHAN_S:
             raise ConfigError(
                 f"orphan_s must be between 0 and {MAX_ORPHAN_S:g} seconds, not {self.orphan_s!r}"
@@ -376,6 +389,14 @@ def _of_services(environ: Mapping[str, str]) -> tuple[str, ...]:
         if name.startswith(ENV_PREFIX) and name.endswith(_SERVICE_HOST)
     ]
     return tuple(service + part for service in services for part in _OF_SERVICE)
+
+
+def _is_gone(where: str, key: object) -> bool:
+    """Whether a key is one of an earlier version, of which the log then says so."""
+    if not isinstance(key, str) or key not in _GONE:
+        return False
+    logger.warning("%s: the key %r is not there any more: %s", where, key, _GONE[key])
+    return True
 
 
 def _unknown_key(key: Any, known: Mapping[str, Any]) -> str:

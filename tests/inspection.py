@@ -8,6 +8,7 @@ connector's private names stand in one place. Nothing here is needed to use the 
 import copy
 import hashlib
 import mmap
+import sys
 from collections.abc import Callable, Generator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from omni_connector.arena.slot_index import Ints
     from omni_connector.copy.threads import CopyThread
     from omni_connector.handoff.channel import ControlChannel
-    from omni_connector.handoff.costs import HandoffCosts
     from omni_connector.handoff.leases import Handoff, SlotDirectory
     from omni_connector.handoff.serving import ServingState
     from omni_connector.kv.compatibility import CompatibilityKey
@@ -240,24 +240,28 @@ def hear_refusals(half: "OmniScheduler", heard: Callable[[str, str], object]) ->
 def refuse_handoffs(
     half: "OmniScheduler", refuses: Callable[[], bool], told: Callable[[str], object]
 ) -> None:
-    """Have a decode engine refuse hand-offs as slower than computing where `refuses` says so,
-    whatever they take; `told` is called with the id of each request."""
+    """Have a decode engine refuse hand-offs as of short prompts where `refuses` says so, however
+    long they are; `told` is called with the id of each request."""
     receiver = half._receiver
     if receiver is None:
         return
-    fetch, is_slower = half._fetch, receiver.is_slower
+    fetch, is_short = half._fetch, receiver.is_short
+    decided: dict[bytes, int] = {}  # requests of one hand-off are equally long
 
     def fetched(receiver: Any, request: Any, *rest: Any) -> None:
         def asked(*args: Any) -> bool:
-            if not is_slower(*args):
+            token = args[0].token
+            if token not in decided:
+                decided[token] = sys.maxsize if refuses() else 0
+            receiver._min_tokens = decided[token]
+            if not is_short(*args):
                 return False
             told(request.request_id)
             return True
 
-        receiver.is_slower = asked
+        receiver.is_short = asked
         fetch(receiver, request, *rest)
 
-    receiver._costs.refuses = lambda *_: refuses()  # type: ignore[method-assign]
     half._fetch = fetched  # type: ignore[method-assign,assignment]
 
 
@@ -594,19 +598,6 @@ def begin_epoch(half: "OmniScheduler") -> None:
 def receiver(half: "OmniScheduler") -> Any:
     """Return what fetches hand-offs."""
     return half._receiver
-
-
-def handoff_costs(half: "OmniScheduler") -> "HandoffCosts":
-    """Return what an engine knows of the durations of loads and of its own computations."""
-    assert half._receiver is not None
-    return half._receiver._costs
-
-
-def timed(costs: "HandoffCosts", peer: str) -> tuple[dict[int, int], dict[int, int]]:
-    """Return how many loads from a peer, and how many computations, an engine has timed, by class
-    of their lengths."""
-    loads = {size: len(of.seconds) for (whose, size), of in costs._loads.items() if whose == peer}
-    return loads, {size: len(of) for size, of in costs._computing.items()}
 
 
 def periodic_tasks(half: "OmniScheduler") -> Any:

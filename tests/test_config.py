@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from omni_connector.config import (
+    _GONE,
     FileStoreSettings,
     OmniConfig,
     StoreSettings,
@@ -57,6 +58,7 @@ def test_pages_give_the_defaults_that_hold(page: str) -> None:
         ("handoff_ttl_s", 3.5),
         ("arena_wait_s", 2),
         ("load_timeout_s", 7),
+        ("min_handoff_tokens", 64),
         ("copy_threads", 3),
         ("integrity", "generation"),
         ("weights", "fixed"),
@@ -125,6 +127,16 @@ def test_the_process_environment_is_read_by_default(monkeypatch: pytest.MonkeyPa
 
 def test_variables_that_are_no_keys_are_left_alone() -> None:
     assert load(OMNI_CONNECTOR_RUNTIME_DIR="/x", PATH="/bin", OMNI_CONNECTORS="?") == OmniConfig()
+
+
+@pytest.mark.parametrize("key", sorted(_GONE))
+def test_a_key_of_an_earlier_version_is_a_warning_that_says_what_became_of_it(
+    key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load({key: object()}) == load(**{f"OMNI_CONNECTOR_{key.upper()}": "?"}) == OmniConfig()
+    assert [each.getMessage().partition(": ")[2] for each in caplog.records] == 2 * [
+        f"the key {key!r} is not there any more: {_GONE[key]}"
+    ]
 
 
 @pytest.mark.parametrize("name", ["", "PREFILL_"])

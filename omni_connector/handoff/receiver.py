@@ -10,7 +10,7 @@ request as `kv_load_failure_policy` says.
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,7 +27,6 @@ from omni_connector.copy.jobs import Deadline, LoadSpec
 from omni_connector.errors import IncompatiblePeerError, PeerUnreachableError, ProtocolError
 from omni_connector.handoff.channel import MAX_PEERS, ControlChannel
 from omni_connector.handoff.client import Lease, LeaseDeniedError, PendingLease
-from omni_connector.handoff.costs import SLOWER, HandoffCosts
 from omni_connector.handoff.params import (
     BadParamsError,
     RemotePrefill,
@@ -45,6 +44,9 @@ from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.stats import LEASE_EXPIRED
 
 logger = logging.getLogger("vllm.omni_connector.receiver")
+
+SHORT_PROMPT: Final = "short_prompt"
+"""Kind of failure: a hand-off is not fetched, as its prompt has too few tokens."""
 
 _DENIALS: Final = frozenset(
     {
@@ -78,17 +80,6 @@ _FRESH_S: Final = 0.5
 # peer for ever.
 _SLOW_ANSWERS: Final = 10
 
-# Seconds without a step after which an engine counts as having nothing to compute.
-_IDLE_S: Final = 0.001
-
-# Longest wait of such an engine for an answer, in seconds. Most answers come sooner, and vLLM's
-# next look is 2 to 3 ms away.
-_LINGER_S: Final = 0.001
-
-# Hand-offs for which it is remembered whether they were refused. The requests of one hand-off
-# (n > 1) arrive together.
-_MAX_DECIDED: Final = 1024
-
 
 @dataclass(slots=True)
 class _Load:
@@ -98,8 +89,6 @@ class _Load:
     address: str
     asked_at: float
     answer_by: float = 0.0
-    claim_s: float | None = None  # from the lease request to its answer, where the first was used
-    began: float = 0.0  # when its job was started
     idle_before: float = 0.0  # what `_idle_time` was when the lease request was sent
     # What `_idle_time` was when its lease was found to be old for the first time. Until then it may
     # have waited for something else, such as room in the own arena.
@@ -124,7 +113,7 @@ class HandoffReceiver:
         hash_id: how this engine hashes blocks.
         weights: returns the name of this engine's weights.
         load_timeout: seconds for an answer, and again for the bytes.
-        lingers: whether a step waits a moment for answers if the engine has nothing to compute.
+        min_tokens: tokens from which on a prompt is fetched; shorter ones are computed here.
         context: clock and statistics.
 
     Attributes:
@@ -144,7 +133,7 @@ class HandoffReceiver:
         hash_id: str,
         weights: Callable[[], WeightsName] = WeightsName,
         load_timeout: float,
-        lingers: bool,
+        min_tokens: int = 0,
         context: EngineContext,
     ) -> None:
         self.incomplete: dict[str, set[int]] = {}
@@ -156,8 +145,7 @@ class HandoffReceiver:
         self._hash_id = hash_id
         self._weights = weights
         self._timeout = load_timeout
-        self._lingers = lingers
-        self._lingers_until: float | None = None  # in this step
+        self._min_tokens = min_tokens
         self._clock = context.clock
         self._stats = context.stats
         self._loads: dict[str, _Load] = {}
@@ -167,27 +155,15 @@ class HandoffReceiver:
         self._late: list[EngineRequest] = []
         self._idle = 0.0
         self._idle_since: float | None = context.clock()
-        self._costs = HandoffCosts()
-        # By token of a hand-off. All requests of one are answered alike, as a refusal ends it.
-        self._is_slower: BoundedMap[bytes, bool] = BoundedMap(_MAX_DECIDED)
         # Engines without a drafter that the log has told of.
         self._without_drafter: BoundedMap[str, None] = BoundedMap(MAX_PEERS)
 
-    def is_slower(self, remote: RemotePrefill, num_tokens: int, others: int) -> bool:
-        """Whether a request that arrives is computed here, as its hand-off would take longer. If
-        so, the prefill engine is told that nobody will ask for it.
-
-        Args:
-            num_tokens: of the hand-off.
-            others: requests that this engine has beside it.
-        """
-        slower = self._is_slower.get(remote.token)
-        if slower is None:
-            slower = self._costs.refuses(remote.remote_engine_id, num_tokens, others)
-            self._is_slower[remote.token] = slower
-        if not slower:
+    def is_short(self, remote: RemotePrefill, num_tokens: int) -> bool:
+        """Whether a request that arrives is computed here, as it has fewer tokens than
+        `min_handoff_tokens`. If so, the prefill engine is told that nobody will ask for it."""
+        if num_tokens >= self._min_tokens:
             return False
-        self._stats.fail(SLOWER)
+        self._stats.fail(SHORT_PROMPT)
         self.reject(remote)
         return True
 
@@ -260,26 +236,11 @@ class HandoffReceiver:
             self._give_up(load, "peer_unreachable", "its answers come too late to be used")
             return 0
         load.former, load.lease = load.lease, None
-        load.claim_s = None
         load.asked_at = self._clock()
         self._ask(load)
         return None
 
-    def _await(self, future: "Future[Lease]") -> None:
-        """Wait a moment if this engine has nothing to compute: its next step comes later than most
-        answers."""
-        now = self._clock()
-        since = self._idle_since
-        if not self._lingers or since is None or now - since < _IDLE_S:
-            return
-        if self._lingers_until is None:
-            self._lingers_until = now + _LINGER_S
-        if now < self._lingers_until:
-            wait([future], self._lingers_until - now)
-
     def _answered(self, load: _Load, future: "Future[Lease]") -> bool:
-        if not future.done():
-            self._await(future)
         if not future.done():
             if self._clock() < load.answer_by:
                 return False
@@ -300,8 +261,7 @@ class HandoffReceiver:
                 self._channel.release(load.former)
                 load.former = None
             else:
-                load.claim_s = self._clock() - load.asked_at
-                self._stats.time("claim", load.claim_s)
+                self._stats.time("claim", self._clock() - load.asked_at)
             return True
         if isinstance(error, LeaseDeniedError):
             # Kinds become metric labels, so only known words of the peer do.
@@ -364,7 +324,6 @@ class HandoffReceiver:
         lease = load.lease
         assert lease is not None, "tokens are matched only with a lease"
         spec = self._spec(request.request_id, lease, blocks.get_block_ids(), num_external)
-        load.began = self._clock()
         load.job_id = self._ledger.start(
             spec.blocks, lambda failure: self._job_ended(load, num_external, failure)
         )
@@ -442,15 +401,12 @@ class HandoffReceiver:
         if noted := set(block_ids) - {NULL_BLOCK_ID}:
             self.incomplete.setdefault(request_id, set()).update(noted)
 
-    def build(self, meta: CopyWork, *, computes: bool, begun: int = 0) -> None:
+    def build(self, meta: CopyWork, *, computes: bool) -> None:
         """Add this step's loads to `meta`.
 
         Args:
             computes: whether this step, or an earlier one under way, computes anything.
-            begun: tokens that this step computes of prompts that begin with it.
         """
-        self._lingers_until = None
-        self._costs.step_begins(self._clock(), begun)
         if computes and self._idle_since is not None:
             self._idle = self._idle_time()
             self._idle_since = None
@@ -460,10 +416,8 @@ class HandoffReceiver:
 
     def step_ended(self) -> None:
         """The engine has ended a step, and computes nothing until the next."""
-        now = self._clock()
-        self._costs.step_ends(now)
         if self._idle_since is None:
-            self._idle_since = now
+            self._idle_since = self._clock()
 
     def _job_ended(self, load: _Load, num_tokens: int, failure: str | None) -> None:
         load.job_id = None
@@ -480,9 +434,6 @@ class HandoffReceiver:
         if failure is not None:
             self.incomplete.pop(load.request.request_id, None)
         if failure is None:
-            if load.claim_s is not None:
-                seconds = load.claim_s + self._clock() - load.began
-                self._costs.loaded(load.remote.remote_engine_id, num_tokens, seconds)
             self._stats.count("handoffs_received")
             self._stats.count("tokens_loaded", num_tokens)
             return

@@ -51,7 +51,7 @@ class Hints(msgspec.Struct, frozen=True):
         pin_s: seconds for which its blocks are not evicted from this engine's arena.
         prefetch: whether the request is sent only to bring its blocks into this engine's arena.
         thinking: `drop`: the blocks of its answer are not kept from where the model begins to
-            think; `keep`: they are; None: as the operator says.
+            think; `keep`: they are; None: they are if it asks for the arena.
     """
 
     cache: Literal["no", "normal", "high"] = "normal"

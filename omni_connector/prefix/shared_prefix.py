@@ -62,8 +62,6 @@ class SharedPrefix:
         prefix: of this engine's keys.
         hint_rules: which hints of requests are followed.
         thinking: the tokens with which a reasoning model thinks; None where they are not known.
-        keeps_thoughts: whether answers are kept beyond where the model begins to think, unless a
-            request says otherwise.
         lookup_timeout: seconds that a request waits for the store's answer.
         context: clock and statistics.
         changes: collects changes for KV events; None where nobody asks for events.
@@ -81,7 +79,6 @@ class SharedPrefix:
         prefix: KeyPrefix,
         hint_rules: HintRules,
         thinking: ThinkingTokens | None,
-        keeps_thoughts: bool,
         lookup_timeout: float,
         context: EngineContext,
         changes: BlockChanges[Any] | None = None,
@@ -99,7 +96,6 @@ class SharedPrefix:
         self._prefix = prefix
         self._hint_rules = hint_rules
         self._thinking = thinking
-        self._keeps_thoughts = keeps_thoughts
         self._lookup_timeout = lookup_timeout
         self._clock = context.clock
         self._stats = context.stats
@@ -179,8 +175,7 @@ class SharedPrefix:
 
     def _thoughts(self, hints: Hints) -> Thoughts | None:
         """What finds the thoughts in an answer that is kept up to these; None if it is kept."""
-        wanted = self._keeps_thoughts or hints.asks_arena
-        keeps = hints.thinking == "keep" or (hints.thinking is None and wanted)
+        keeps = hints.thinking == "keep" or (hints.thinking is None and hints.asks_arena)
         return None if keeps or self._thinking is None else Thoughts(self._thinking)
 
     def _look_up(self, prompt: SharedPrompt) -> None:

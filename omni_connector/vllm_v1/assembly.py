@@ -431,7 +431,7 @@ class _Assembly:
             hash_id=self._hash_id,
             weights=lambda: self._weights.name,
             load_timeout=self._config.load_timeout_s,
-            lingers=self._surroundings.lingers,
+            min_tokens=self._config.min_handoff_tokens,
             context=self._context,
         )
 
@@ -511,7 +511,6 @@ class _Assembly:
             prefix=prefix,
             hint_rules=HintRules(frozenset(config.hints), frozenset(config.tenants)),
             thinking=self._thinking_tokens(),
-            keeps_thoughts=config.thinking == "keep",
             lookup_timeout=0.0 if config.store is None else config.store.lookup_timeout_s,
             context=self._context,
             changes=changes,
@@ -545,18 +544,17 @@ class _Assembly:
     def _thinking_tokens(self) -> ThinkingTokens | None:
         """The tokens of thoughts; None where vLLM does not tell them, of which the log says so."""
         found = thinking_tokens(self._vllm_config)
-        if self._config.thinking == "drop":
-            if found is not None:
-                logger.info(
-                    "Answers are kept up to where the model begins to think, as later prompts do "
-                    "not repeat its thoughts; `thinking: keep` keeps them whole"
-                )
-            elif getattr(self._vllm_config, "reasoning_config", None) is not None:
-                logger.warning(
-                    "Answers are kept with the model's thoughts, because its reasoning parser does "
-                    "not tell vLLM by which tokens it thinks. Requests whose answer is not used "
-                    "again can say `cache: no`"
-                )
+        if found is not None:
+            logger.info(
+                "Answers are kept up to where the model begins to think, as later prompts do not "
+                "repeat its thoughts; the hint `thinking: keep` keeps one whole"
+            )
+        elif getattr(self._vllm_config, "reasoning_config", None) is not None:
+            logger.warning(
+                "Answers are kept with the model's thoughts, because its reasoning parser does "
+                "not tell vLLM by which tokens it thinks. Requests whose answer is not used "
+                "again can say `cache: no`"
+            )
         return found
 
     def _kv_events(self) -> KVEvents:

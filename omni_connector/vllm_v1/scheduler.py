@@ -449,7 +449,7 @@ class OmniScheduler:
             # No prompt of one token is handed off. vLLM puts one in the place of a prompt that its
             # server has refused.
             receiver.reject(remote)
-        elif not receiver.is_slower(remote, prompt.num_tokens, self._serving.num_requests - 1):
+        elif not receiver.is_short(remote, prompt.num_tokens):
             receiver.add(request, remote, prompt)
             self._trace.begin(request.request_id, "lease")
 
@@ -661,13 +661,11 @@ class OmniScheduler:
             self._room.scheduled(scheduled)
         if self._incomplete:
             self._uncache_incomplete()
-        begun = 0  # tokens of prompts that begin with this step
         for request in scheduler_output.scheduled_new_reqs:
             tokens = len(request.prompt_token_ids or ())
             self._report.prompt(request.req_id, tokens, request.num_computed_tokens)
-            begun += scheduled[request.req_id]
         if self._receiver is not None:
-            self._receiver.build(meta, computes=not meta.idle, begun=begun)
+            self._receiver.build(meta, computes=not meta.idle)
         if self._shared is not None:
             self._shared.build(meta)
             if known:  # else nobody may have what is computed

@@ -66,7 +66,7 @@ class Surroundings:
         status_file: makes the file, in a runtime folder, that `omni-connector top` reads.
         prefault: whether a thread prefaults the arena's memory.
         explains: whether a thread answers `omni-connector explain`.
-        lingers: whether a step that computes nothing waits a moment for answers and copies.
+        lingers: whether the thread of a step that computes nothing helps with copies.
     """
 
     context: EngineContext = PROCESS_CONTEXT

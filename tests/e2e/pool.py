@@ -288,7 +288,6 @@ def engine_environment(runtime: Path) -> dict[str, str]:
         "PYTHONPATH": path,
         "OMNI_CONNECTOR_RUNTIME_DIR": str(runtime),
         "VLLM_SERVER_DEV_MODE": "1",
-        "OMNI_TESTS_EVERY_HANDOFF": "1",
         # What counts the ranks of log-probabilities, say, is compiled by each engine for half a
         # minute otherwise.
         "TORCHDYNAMO_DISABLE": "1",

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from omni_connector.copy.held_blocks import CopyLedger
 from omni_connector.copy.jobs import LoadSpec
 from omni_connector.handoff.client import Lease, LeaseDeniedError, PendingLease
-from omni_connector.handoff.costs import MARGIN, SAMPLES
 from omni_connector.handoff.messages import HandshakeReply, LeaseGranted
 from omni_connector.handoff.params import RemotePrefill
 from omni_connector.handoff.prompt import Prompt
@@ -106,7 +104,7 @@ class Decode:
             group_ids=(0, 1),
             hash_id="",
             load_timeout=TIMEOUT,
-            lingers=False,
+            min_tokens=TOKENS,
             context=EngineContext(clock, stats=self.stats),  # type: ignore[arg-type]
         )
         self.request: Any = SimpleNamespace(request_id="r")
@@ -276,56 +274,12 @@ def test_a_request_that_has_waited_for_long_for_something_else_asks_again(decode
     assert not decode.stats.failed
 
 
-def load_in(decode: Decode, claim_s: float, wait_s: float, load_s: float) -> None:
-    """A hand-off whose lease, room and load take so long."""
-    pending = decode.arrives()
-    decode.clock.advance(claim_s)
-    decode.grant(pending, 100.0)
-    assert decode.matched() == TOKENS
-    decode.clock.advance(wait_s)
-    assert decode.load() is not None
-    decode.clock.advance(load_s)
-    ((job_id, _),) = decode.work.loads.items()
-    decode.ledger.report({job_id: 1}, {})
-    decode.work.loads.clear()
-    decode.receiver.finish("r")
-    for _ in range(2):  # the steps meanwhile
-        decode.receiver.step_ended()
-
-
-def compute_in(decode: Decode, seconds: float) -> None:
-    """A step that computes another prompt of the same length."""
-    decode.receiver.build(decode.work, computes=True, begun=TOKENS)
-    decode.clock.advance(seconds)
-    decode.receiver.step_ended()
-
-
-@pytest.mark.parametrize("load_s", [0.027, 0.033])
-def test_a_hand_off_that_takes_longer_than_computing_is_dropped(
-    decode: Decode, load_s: float
-) -> None:
-    for _ in range(SAMPLES):
-        load_in(decode, 0.05, 10.0, load_s)  # the prompt would wait for room in any case
-        compute_in(decode, 0.064)
-    slower = 0.05 + load_s > MARGIN * 0.064
-    assert decode.receiver.is_slower(REMOTE, TOKENS, others=0) == slower
-    assert decode.receiver.is_slower(REMOTE, TOKENS, others=0) == slower
-    assert decode.stats.failed == ({"slower_than_computing": 2} if slower else {})
-    assert decode.channel.dropped == 2 * slower * [REMOTE.token]
-
-
-def test_the_requests_of_one_hand_off_are_refused_together(decode: Decode) -> None:
-    """Also where it is one of those that are made all the same."""
-    for _ in range(SAMPLES):
-        load_in(decode, 1.0, 0.0, 1.0)
-        compute_in(decode, 0.01)
-    decided = []
-    for number in range(16):
-        remote = msgspec.structs.replace(REMOTE, omni_token=f"{number:032x}")
-        asked = {decode.receiver.is_slower(remote, TOKENS, others=0) for _ in range(3)}
-        (each,) = asked
-        decided.append(each)
-    assert decided == 2 * [*7 * [True], False]
+@pytest.mark.parametrize("tokens", [TOKENS - 1, TOKENS])
+def test_a_prompt_that_is_shorter_than_the_least_is_dropped(decode: Decode, tokens: int) -> None:
+    short = tokens < TOKENS
+    assert decode.receiver.is_short(REMOTE, tokens) == short
+    assert decode.stats.failed == ({"short_prompt": 1} if short else {})
+    assert decode.channel.dropped == short * [REMOTE.token]
 
 
 @pytest.mark.parametrize("failure", [None, "checksum_mismatch"])

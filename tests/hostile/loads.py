@@ -182,7 +182,6 @@ class _Decoder:
             group_ids=(0, 1),
             hash_id="",
             load_timeout=timeout,
-            lingers=False,
             context=EngineContext(stats=stats),
         )
         request: Any = SimpleNamespace(request_id="r")

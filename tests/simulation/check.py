@@ -23,7 +23,7 @@ _KEPT: Final = re.compile(
     r"|\.pinning\._memories\b"
     r"|\._sent\b|\._distrusted\b|\._failures\b|\._?events\b|\._report\.|\._gauges\b"
     r"|\._avoided\b|\._connections\b|\._spare\b|\._status\b|\.pool\._(kept|kept_of|privileged_of)$|\._adapters\b"
-    r"|\._?changes\b|\._beginnings\b|\._costs\b|\._is_slower$"
+    r"|\._?changes\b|\._beginnings\b"
     r"|\._weights\._?answers$|\._(undrafted|spoiled)\._hashes$|\._without_drafter\b"
     r"|\._copier\b|\._layout\b|\._commands\b|\._told\b|\._threads\b|\._void\b"
     r"|\._neighbours\._(met|not_before|why_not)$"

@@ -165,7 +165,6 @@ def test_an_engine_that_other_ranks_hold_up_does_not_ask_for_ever(engine, tokens
     answer = prefill.generate(PROMPT, params=HANDOFF).params
     held_up = 0.0
     fetching = inspection.receiver(decode.half)
-    monkeypatch.setattr(fetching, "_lingers", False)  # each answer finds it held up
     for part in (fetching, inspection.channel(decode.half)):
         monkeypatch.setattr(part, "_clock", lambda: time.monotonic() + held_up)
     request_id = decode.submit(PROMPT, max_tokens=2, params=answer)

@@ -121,28 +121,26 @@ CUT = len(ASKED) // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize(
-    ("hints", "setting", "kept"),
+    ("hints", "kept"),
     [
-        ({"thinking": "keep"}, None, WHOLE),
-        ({"thinking": "drop"}, "keep", CUT),
-        ({}, "keep", WHOLE),
-        ({}, "drop", CUT),
+        ({"thinking": "keep"}, WHOLE),
+        ({"thinking": "drop"}, CUT),
+        ({}, CUT),
         # Who wants its blocks kept wants them all.
-        ({"pin_s": 60}, None, WHOLE),
-        ({"cache": "high"}, None, WHOLE),
-        ({"pin_s": 60, "thinking": "drop"}, None, CUT),
-        ({"cache": "no"}, None, 0),
+        ({"pin_s": 60}, WHOLE),
+        ({"cache": "high"}, WHOLE),
+        ({"pin_s": 60, "thinking": "drop"}, CUT),
+        ({"cache": "no"}, 0),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("way", ["params", "xargs"])
 @pytest.mark.values
-def test_a_request_and_the_operator_have_a_say(answered, hints, setting, kept, way):
+def test_a_request_has_a_say(answered, hints, kept, way):
     told = {"params": {"omni": hints}} if way == "params" else {}
     if way == "xargs":
         told = {"xargs": {f"omni_{name}": value for name, value in hints.items()}}
-    extra = {} if setting is None else {"thinking": setting}
-    assert answered(0, extra=extra, **told)[1] == kept
+    assert answered(0, **told)[1] == kept
 
 
 def test_a_hint_that_the_operator_does_not_allow_is_not_followed(answered):

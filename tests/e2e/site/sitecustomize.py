@@ -6,10 +6,6 @@ others off it for half a minute: `yield` moves them on in the scheduler's virtua
 moving its zero, so it picks wrongly (fixed by torvalds/linux@1319ea57529e). Three engines with two
 ranks among them on two cores met that at every third hand-off. The connector's own threads are as
 starved as vLLM's; see docs/troubleshooting.md.
-
-Where a test asks for it, they also make hand-offs that take longer than computing the prompt. Else
-what a test sees would depend on the machine's speed: toy models compute faster than a slow machine
-loads.
 """
 
 import os
@@ -22,8 +18,3 @@ def sched_yield() -> None:
 
 
 os.sched_yield = sched_yield
-
-if "OMNI_TESTS_EVERY_HANDOFF" in os.environ:
-    from omni_connector.handoff import costs
-
-    costs.EXPLORED = 1  # of the hand-offs that would be refused, each is made

@@ -522,16 +522,16 @@ FEATURES: Final = (
         ),
     ),
     mutant(
-        "a hand-off that is slower than computing stays",
+        "a hand-off of a short prompt stays",
         "a decode engine computes a prompt itself, and does not tell the prefill engine",
         (
             "omni_connector.handoff.receiver",
-            "        self._stats.fail(SLOWER)\n        self.reject(remote)\n",
-            "        self._stats.fail(SLOWER)\n",
+            "        self._stats.fail(SHORT_PROMPT)\n        self.reject(remote)\n",
+            "        self._stats.fail(SHORT_PROMPT)\n",
         ),
     ),
     mutant(
-        "a hand-off that is slower than computing is fetched",
+        "a hand-off of a short prompt is fetched",
         "a decode engine gives a hand-off up, and asks for it",
         (
             "omni_connector.handoff.receiver",
