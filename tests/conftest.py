@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import functools
+import gc
 import importlib
 import logging
 import shutil
@@ -53,9 +54,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Tensors of these tests are small: torch's threads cost more than they do, and more beside
     the threads that the tests are about.
+
+    All that is there now stays until the end: with vLLM a million objects. No collection
+    of garbage has to look at it, least of all one in a process that is forked, which would copy it.
     """
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -386,9 +386,11 @@ class Listener:
         try:
             connection.setblocking(False)
             uid = peer_uid(connection)
-        except OSError:  # the peer is gone already
-            connection.close()
-            return
+        except BaseException as error:
+            connection.close()  # whoever keeps the error keeps the socket
+            if isinstance(error, OSError):  # the peer is gone already
+                return
+            raise
         peers = len(self._connections)
         other = other_user(uid, _ONE_USER)
         if other is not None:

@@ -259,6 +259,7 @@ def aligned_slots(count, slot_bytes):
 
 
 @pytest.mark.parametrize("hashed", [(0, 256), (256, 512), (-64, 512), (0, 576)])
+@pytest.mark.values
 def test_bytes_that_are_hashed_need_the_sums_before_them(kv, make_copier, hashed):
     cache = kv.build("LBHNC", 2, [[kv.Shape(2, 1, 2, 32)]])
     slots = aligned_slots(2, 4096)
@@ -279,6 +280,7 @@ def test_bytes_that_are_hashed_need_the_sums_before_them(kv, make_copier, hashed
         [PageRun(64, 64, 64)],
     ],
 )
+@pytest.mark.values
 def test_pages_that_slots_or_blocks_do_not_have_are_refused(kv, make_copier, runs):
     cache = kv.build("LBHNC", 2, [[kv.Shape(2, 1, 2, 32)]])
     before = cache.buffer.clone()
@@ -291,6 +293,7 @@ def test_pages_that_slots_or_blocks_do_not_have_are_refused(kv, make_copier, run
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+@pytest.mark.values
 def test_padding_is_zeroed_by_a_load_and_by_zeroing(kv, make_copier, layout):
     shapes = [
         [kv.Shape(2, 1, 1, 40, padding=24), kv.Shape(1, 1, 1, 16, padding=8)],
@@ -327,6 +330,7 @@ def test_saves_read_no_padding_and_write_none(kv, make_copier):
 @pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("other", ["LBHNC", "LHBNC", "BLHNC", "BHLNC"])
 @pytest.mark.parametrize("layout", ["LBHNC", "LHBNC", "BLHNC", "BHLNC"])
+@pytest.mark.values
 def test_layouts_of_one_byte_order_read_each_others_slots(kv, make_copier, layout, other, checksum):
     shapes = [[kv.Shape(layers=3, heads=2, tokens=4, content=16, dtype=torch.bfloat16)]]
     source = kv.build(layout, 6, shapes, seed=1)
@@ -342,6 +346,7 @@ def test_layouts_of_one_byte_order_read_each_others_slots(kv, make_copier, layou
         *((layout, 8192, 11) for layout in ("LBHNC", "BLNHC", "BHLNC")),
     ],
 )
+@pytest.mark.values
 def test_slots_larger_than_what_is_hashed_at_once_are_copied_whole(
     kv, make_copier, monkeypatch, layout, hashed, tokens, checksum
 ):
@@ -362,6 +367,7 @@ def test_slots_larger_than_what_is_hashed_at_once_are_copied_whole(
         ("BHLNC", (12, 2, 3, 2, 16)),  # two kernel blocks to a block
     ],
 )
+@pytest.mark.values
 def test_one_tensor_of_all_layers_is_copied_like_their_views(make_copier, dims, shape, checksum):
     names = ["a", "b", "c"]
     group = GroupSpec("full_attention", 4, tuple(LayerSpec(n, 256, 256) for n in names))
@@ -421,6 +427,7 @@ def small(kv, make_copier):
     ("blocks", "slots_used", "message"),
     [([1, 2], [0], "2 blocks, but 1 slots"), ([[1, 2]], [0, 1], "blocks, but")],
 )
+@pytest.mark.values
 def test_what_does_not_fit_is_refused_before_anything_is_copied(
     small, verb, blocks, slots_used, message
 ):
@@ -445,6 +452,7 @@ def test_a_source_may_be_named_twice(small):
 
 
 @pytest.mark.parametrize("verb", ["save", "load"])
+@pytest.mark.values
 def test_slots_of_another_shape_are_refused(small, verb):
     _, slots, copier = small
     for wrong in (slots[:, :63], slots[0], slots.view(np.uint16), slots.view(np.int8)):

@@ -170,6 +170,7 @@ def test_a_layer_that_is_computed_again_is_copied_again(kv, make_copier, data):
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.values
 def test_layers_are_copied_in_the_order_of_the_slot(kv, make_copier, order):
     source = kv.build("LBHNC", 4, [[kv.Shape(3, 2, 4, 8)]], seed=1)
     saving = Saving(make_copier, source, source.clone())
@@ -188,6 +189,7 @@ def test_layers_are_copied_in_the_order_of_the_slot(kv, make_copier, order):
 @pytest.mark.parametrize("part", [64, 128, 8192])
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+@pytest.mark.values
 def test_sums_at_the_ends_of_parts_are_those_of_the_slot(kv, monkeypatch, layout, again, part):
     monkeypatch.setattr(parts, "PART_BYTES", part)
     shapes = [[kv.Shape(5, 2, 16, 64)], [kv.Shape(3, 1, 2, 32), kv.Shape(3, 1, 1, 64)]]

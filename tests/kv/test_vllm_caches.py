@@ -275,6 +275,7 @@ def vllms_bytes_of_block(canonical, group, block):
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.values
 def test_the_bytes_of_a_block_are_those_of_its_layers_views(kv, family, layout):
     cache, _ = allocate(kv, family, layout)
     canonical = canonicalize(cache.groups, cache.views, BLOCKS)
@@ -314,6 +315,7 @@ VLLM_IS_WRONG = [
         if (layout != "LHBNC" or family in ONE_HEAD) and (family, layout) not in VLLM_IS_WRONG
     ],
 )
+@pytest.mark.values
 def test_the_bytes_of_a_block_are_those_that_vllm_names(kv, family, layout):
     cache, config = allocate(kv, family, layout)
     ours = canonicalize(cache.groups, cache.views, BLOCKS)
@@ -375,6 +377,7 @@ def test_layers_without_a_cache_of_the_engines_are_left_out(kv):
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.values
 def test_a_request_of_all_groups_finds_its_values_in_the_blocks_it_was_given(kv, family, layout):
     source, _ = allocate(kv, family, layout, num_blocks=12)
     target, _ = allocate(kv, family, layout, num_blocks=14)
@@ -416,6 +419,7 @@ def test_a_request_of_all_groups_finds_its_values_in_the_blocks_it_was_given(kv,
     control="test_a_layer_that_is_left_out_is_noticed",
 )
 @pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.values
 def test_blocks_move_between_caches_of_vllm(kv, family, layout):
     source, _ = allocate(kv, family, layout)
     target, _ = allocate(kv, family, layout, num_blocks=BLOCKS + 4)

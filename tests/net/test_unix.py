@@ -480,8 +480,9 @@ def test_whatever_fails_for_a_client_hangs_up_on_that_one_alone(
 
     with monkeypatch.context() as patch:
         patch.setattr(unix, fails, SimpleNamespace(encode=broken) if encodes else broken)
-        with pytest.raises(PeerUnreachableError):
+        with pytest.raises(PeerUnreachableError) as told:
             Connection(path, deadline()).ask(Ask(b"d"), ANSWERS, deadline())
+        assert not isinstance(told.value.__cause__, TimeoutError)
     assert listener.alive
     assert connection.ask(Ask(b"d"), ANSWERS, deadline())[0] == Yes()
     connection.close()

@@ -472,6 +472,7 @@ def laboratory() -> Iterator[None]:
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.collect()
+    frozen = gc.get_freeze_count()
     gc.freeze()
     gc.disable()
     try:
@@ -481,7 +482,8 @@ def laboratory() -> Iterator[None]:
         gc.collect()
         sys.unraisablehook = unraisable
         gc.enable()
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         for module, name, value in kept:
             setattr(module, name, value)
         for logger, level, propagate in levels:
