@@ -2,7 +2,7 @@
 """How long it takes to look up a prompt's blocks in the indexes of many engines.
 
 Each engine's index is a memfd with a full table. A prompt of 1,000 blocks is looked up among 1, 4
-and 16 of them, in machine code and in numpy: when all have all of its blocks, when the last has
+and 16 of them: when all have all of its blocks, when the last has
 them, when nobody has any, and when the engines have a hundred blocks each in turns, as after ten
 turns of a conversation. Then an owner adds and removes blocks at several sizes of the arena, and
 the memory is measured that a full directory takes: the index, `SlotPool` and what it is made of.
@@ -26,13 +26,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-from unittest.mock import patch
 
 import matplotlib as mpl
 import numpy as np
 from machine import machine
 
-from omni_connector.arena import block_index
 from omni_connector.arena.block_index import (
     BlockIndex,
     BlockIndexView,
@@ -40,7 +38,6 @@ from omni_connector.arena.block_index import (
     find_prefix,
     tags_of,
 )
-from omni_connector.arena.native_probe import native_probe
 from omni_connector.arena.slot_pool import SlotListing, SlotPool
 
 mpl.use("Agg")
@@ -51,7 +48,6 @@ BLOCKS: Final = 1000
 PEERS: Final = (1, 4, 16)
 TURN: Final = 100
 CASES: Final = ("all have all", "the last has all", "in turns", "nobody has any")
-TARGET_US, TARGET_BYTES = 200.0, 200
 EPOCH: Final = b"e" * 16
 BATCH: Final = 1024
 TURNOVERS: Final = 4
@@ -115,22 +111,19 @@ def timed(calls: Iterator[Callable[[], Any]]) -> list[float]:
     return times
 
 
-def lookups(slots: int, count: int) -> dict[tuple[str, str, int], list[float]]:
+def lookups(slots: int, count: int) -> dict[tuple[str, int], list[float]]:
     """Microseconds of each look-up: of a prompt that is looked up for the first time."""
     host = Host(max(PEERS), slots)
     results = {}
-    for native in ("machine code", "numpy"):
-        chosen = native_probe() if native == "machine code" else None
-        with patch.object(block_index, "native_probe", lambda chosen=chosen: chosen):
-            for case in CASES:
-                for engines in PEERS:
-                    views = host.views[:engines]
-                    prompts = host.prompts(case, engines, count)
-                    expected = 0 if case == "nobody has any" else BLOCKS
-                    assert len(find_prefix(views, prompts[-1])[0]) == expected
-                    results[native, case, engines] = timed(
-                        partial(find_prefix, views, tags) for tags in prompts[:-1]
-                    )
+    for case in CASES:
+        for engines in PEERS:
+            views = host.views[:engines]
+            prompts = host.prompts(case, engines, count)
+            expected = 0 if case == "nobody has any" else BLOCKS
+            assert len(find_prefix(views, prompts[-1])[0]) == expected
+            results[case, engines] = timed(
+                partial(find_prefix, views, tags) for tags in prompts[:-1]
+            )
     host.close()
     return results
 
@@ -155,7 +148,7 @@ def changes(slots: int, batch: int, count: int) -> tuple[float, float]:
 
 PARTS: Final = {
     "file": "the index's file",
-    "memory/block_index.py": "the owner's part of it",
+    "arena/block_index.py": "the owner's part of it",
     "arena/slot_index.py": "`slot_index.py`",
     "benchmarks/block_index.py": "keys that stay alive",
     "arena/eviction.py": "`eviction.py`",
@@ -211,17 +204,15 @@ def markdown(results: dict[str, Any], command: str) -> str:
         "",
         f"Microseconds of processor time, medians of {results['count'] - 1} prompts, each looked "
         "up for the first time, and in brackets the 99th percentile. All slots of all engines are "
-        f"in use. *in turns*: the engines have {TURN} blocks each, one after the other. *numpy*: "
-        f"without llvmlite. Target: {TARGET_US:.0f} at 16 peers.",
+        f"in use. *in turns*: the engines have {TURN} blocks each, one after the other.",
         "",
-        f"| | who has the blocks | {' | '.join(f'peers: {each}' for each in PEERS)} |",
-        "|---|---|---:|---:|---:|",
+        f"| who has the blocks | {' | '.join(f'peers: {each}' for each in PEERS)} |",
+        "|---|---:|---:|---:|",
     ]
-    for native in ("machine code", "numpy"):
-        for case in CASES:
-            times = [results["lookups"][native, case, engines] for engines in PEERS]
-            cells = [f"{statistics.median(each):.0f} ({p99(each):.0f})" for each in times]
-            lines.append(f"| {native} | {case} | {' | '.join(cells)} |")
+    for case in CASES:
+        times = [results["lookups"][case, engines] for engines in PEERS]
+        cells = [f"{statistics.median(each):.0f} ({p99(each):.0f})" for each in times]
+        lines.append(f"| {case} | {' | '.join(cells)} |")
     lines += [
         "",
         f"The tags of {BLOCKS} hashes of 32 bytes take {statistics.median(results['tags']):.0f} "
@@ -243,7 +234,7 @@ def markdown(results: dict[str, Any], command: str) -> str:
         "",
         "Bytes a slot of a directory whose slots all hold blocks that peers find, with keys of 32 "
         "bytes, as tracemalloc and the file system count them; in brackets after each slot has "
-        f"held {TURNOVERS} more blocks. Target: {TARGET_BYTES}.",
+        f"held {TURNOVERS} more blocks.",
         "",
         f"| slots | {' | '.join(PARTS.values())} | together |",
         f"|---:|{'---:|' * len(PARTS)}---:|",
@@ -262,10 +253,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
     for case, colour in zip(
         CASES, ("tab:blue", "tab:orange", "tab:green", "tab:gray"), strict=True
     ):
-        for native, style in (("machine code", "o-"), ("numpy", "s:")):
-            times = [statistics.median(results["lookups"][native, case, each]) for each in PEERS]
-            left.plot(PEERS, times, style, color=colour, label=f"{case}, {native}")
-    left.axhline(TARGET_US, color="tab:red", linestyle="--", label="target")
+        times = [statistics.median(results["lookups"][case, each]) for each in PEERS]
+        left.plot(PEERS, times, "o-", color=colour, label=case)
     left.set(title=f"{BLOCKS} blocks are looked up", xlabel="peers", ylabel="µs (median)")
     left.set_xscale("log", base=2)
     left.set_xlim(0.2, 20)

@@ -12,7 +12,6 @@ LONG: Final = (
     "simulation/test_simulation.py",
     "vllm_v1/test_loaded_models.py",
     "arena/test_eviction.py",
-    "arena/test_native_probe.py",
     "arena/test_slot_index.py",
 )
 """Files in which a test takes many times as long as elsewhere."""

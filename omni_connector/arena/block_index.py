@@ -38,7 +38,6 @@ from numpy.typing import NDArray
 
 from omni_connector.arena.arena import SEALS, memfd, require_sealed
 from omni_connector.arena.format import EPOCH_BYTES, PAGE_BYTES, format_versions
-from omni_connector.arena.native_probe import native_change, native_probe, native_tags
 from omni_connector.arena.prefault import overcommit_is_strict, prefault
 from omni_connector.arena.slot_index import Ints
 from omni_connector.errors import IncompatiblePeerError, ProtocolError, TransportError
@@ -114,18 +113,12 @@ def tags_of(key_prefix: bytes, group: int, hashes: Sequence[bytes]) -> Tags:
             bytes are taken as random; else each is hashed, which is slower and gives other tags.
     """
     lengths = set(map(len, hashes))
-    seed = seed_of(key_prefix, group)
+    seed = _seed_of(key_prefix, group)
     if len(lengths) == 1 and min(lengths) >= 8:
-        if (native := native_tags()) is not None:
-            [length] = lengths
-            tags = np.empty(len(hashes), np.uint64)
-            native(b"".join(hashes), length, seed, tags)
-            return tags
-        words = np.frombuffer(b"".join(hashes), np.uint8).reshape(len(hashes), -1)[:, :8]
-        tags = np.ascontiguousarray(words).view(np.uint64).reshape(-1)
+        tags = first_words(hashes)
     else:
         tags = np.fromiter(map(xxhash.xxh3_64_intdigest, hashes), np.uint64, len(hashes))
-    return tags_from(tags, seed)
+    return _tags_from(tags, seed)
 
 
 def tags_of_words(key_prefix: bytes, group: int, words: Tags) -> Tags:
@@ -134,16 +127,20 @@ def tags_of_words(key_prefix: bytes, group: int, words: Tags) -> Tags:
     Args:
         words: (blocks,), in the byte order of this machine.
     """
-    return tags_from(words, seed_of(key_prefix, group))
+    return _tags_from(words, _seed_of(key_prefix, group))
 
 
-def seed_of(key_prefix: bytes, group: int) -> int:
-    """The seed of the tags of a group's blocks."""
+def first_words(hashes: Sequence[bytes]) -> Tags:
+    """The first 8 bytes of hashes (blocks,), which all have one length of 8 bytes or more."""
+    words = np.frombuffer(b"".join(hashes), np.uint8).reshape(len(hashes), -1)[:, :8]
+    return np.ascontiguousarray(words).view(np.uint64).reshape(-1)
+
+
+def _seed_of(key_prefix: bytes, group: int) -> int:
     return xxhash.xxh3_64_intdigest(b"%d/%b" % (group, key_prefix))
 
 
-def tags_from(words: Tags, seed: int) -> Tags:
-    """See `tags_of_words` and `seed_of`."""
+def _tags_from(words: Tags, seed: int) -> Tags:
     tags = (words ^ np.uint64(seed)) * _MIX
     tags ^= tags >> _HALF
     tags *= _MIX
@@ -159,7 +156,7 @@ def tag_of(key_prefix: bytes, group: int, block_hash: bytes) -> int:
             length.
     """
     tag = int.from_bytes(block_hash[:8], sys.byteorder)
-    tag ^= seed_of(key_prefix, group)
+    tag ^= _seed_of(key_prefix, group)
     tag = tag * _MIX_INT & _WORD
     tag ^= tag >> 32
     return tag * _MIX_INT & _WORD or 1
@@ -179,8 +176,6 @@ class _Table:
         self._cells: NDArray[np.uint32] = np.frombuffer(mapped, np.uint32, count, at[1])
         self._checks: Tags = np.frombuffer(mapped, np.uint64, num_slots, at[2])
         self._generations: Ints = np.frombuffer(mapped, np.int64, num_slots, at[3])
-        start = self._fingerprints.ctypes.data - at[0]
-        self._words = struct.pack("=5Q", *(start + offset for offset in at[:4]), num_slots)
 
     @property
     def closed(self) -> bool:
@@ -197,10 +192,7 @@ class _Table:
         """
         self._require_open()
         buckets = self._buckets(tags)
-        # XOR leaves a zero byte for each cell with this fingerprint. The usual trick to find zero
-        # bytes may also report a byte above one; the check below refuses it.
-        bytes_ = self._fingerprints.take(buckets, mode="clip") ^ _fingerprints(tags) * _ONES
-        matches = (bytes_ - _ONES) & ~bytes_ & _HIGHS
+        matches = self._matches(buckets, _fingerprints(tags) * _ONES)
         slots, generations = np.full((2, len(tags)), -1, np.int64)
         rows = np.flatnonzero(matches)
         while rows.size:
@@ -246,6 +238,23 @@ class _Table:
     def _buckets(self, tags: Tags) -> Ints:
         return ((tags >> _HALF) * np.uint64(self.num_slots) >> _HALF).view(np.int64)
 
+    def _matches(self, buckets: Ints, marks: Tags) -> Tags:
+        """For each block the cells of its bucket that may have it: a word with the highest bit of
+        their bytes set.
+
+        Args:
+            marks: the fingerprint of each block in every byte of a word.
+
+        Raises:
+            TransportError: the index is closed.
+        """
+        self._require_open()
+        # XOR leaves a zero byte for each cell with this fingerprint. The usual trick to find zero
+        # bytes may also report a byte above one; `find` compares checks, which refuse it.
+        bytes_ = self._fingerprints.take(buckets, mode="clip") ^ marks
+        matches: Tags = (bytes_ - _ONES) & ~bytes_ & _HIGHS
+        return matches
+
     def _require_open(self) -> None:
         if self._map is None:
             raise TransportError("the index is closed")
@@ -268,8 +277,6 @@ class BlockIndex(_Table):
         self._fd = fd
         self._fingerprint_bytes = self._fingerprints.view(np.uint8)
         self._cell_of = np.full(num_slots, -1, np.int32)
-        self._own_words = self._words + struct.pack("=Q", self._cell_of.ctypes.data)
-        self._change = native_change()
 
     @classmethod
     def create(cls, num_slots: int, epoch: bytes) -> Self:
@@ -304,7 +311,6 @@ class BlockIndex(_Table):
         except (OSError, ValueError) as error:
             os.close(fd)
             raise TransportError(f"cannot make an index of {num_slots} slots: {error}") from error
-        native_probe()  # compiled now, for the first request that is looked up would wait for it
         return cls(fd, mapped, num_slots, epoch)
 
     @property
@@ -312,12 +318,6 @@ class BlockIndex(_Table):
         """The memfd, valid until `close`; to keep it longer, duplicate it."""
         self._require_open()
         return self._fd
-
-    @property
-    def own_words(self) -> bytes:
-        """`struct own_index` of kernels/own_index.h, valid until `close`."""
-        self._require_open()
-        return self._own_words
 
     def add(self, tags: Tags, slots: Ints, generations: Ints) -> None:
         """List blocks. A block whose bucket is full is left out.
@@ -331,10 +331,6 @@ class BlockIndex(_Table):
             IndexError: there is no such slot.
             TransportError: the index is closed.
         """
-        if self._change is not None:
-            self._require_open()
-            self._require_slots(slots, self._change(self._own_words, slots, tags, generations))
-            return
         self.remove(slots)
         buckets = self._buckets(tags)
         order = np.argsort(buckets, kind="stable")
@@ -360,22 +356,17 @@ class BlockIndex(_Table):
             TransportError: the index is closed.
         """
         self._require_open()
-        if self._change is not None:
-            self._require_slots(slots, self._change(self._own_words, slots, None, None))
-            return
-        there = not len(slots) or 0 <= int(slots.min()) <= int(slots.max()) < self.num_slots
-        self._require_slots(slots, there)
+        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_slots:
+            raise IndexError(f"slots from {slots.min()} to {slots.max()}, of {self.num_slots}")
         cells = self._cell_of[slots]
         indexed = cells >= 0
+        if not indexed.any():  # most often: a copy begins in slots that were free
+            return
         slots = slots[indexed]
         self._checks[slots] = 0
         self._generations[slots] = -1
         self._fingerprint_bytes[cells[indexed]] = 0
         self._cell_of[slots] = -1
-
-    def _require_slots(self, slots: Ints, there: bool) -> None:
-        if not there:
-            raise IndexError(f"slots from {slots.min()} to {slots.max()}, of {self.num_slots}")
 
     def clear(self) -> None:
         """Remove all slots. This looks at every slot of the arena.
@@ -440,17 +431,6 @@ class BlockIndexView(_Table):
         return cls(mapped, num_slots, epoch)
 
 
-def words_of(indexes: Sequence[BlockIndex | BlockIndexView]) -> bytes:
-    """`struct index` of each (kernels/index.h), valid until one is closed.
-
-    Raises:
-        TransportError: an index is closed.
-    """
-    for index in indexes:
-        index._require_open()
-    return b"".join([each._words for each in indexes])
-
-
 def find_prefix(
     indexes: Sequence[BlockIndex | BlockIndexView], tags: Tags
 ) -> tuple[Ints, Ints, Ints]:
@@ -462,13 +442,8 @@ def find_prefix(
     Raises:
         TransportError: an index is closed.
     """
-    words = words_of(indexes)
     places = np.empty((3, len(tags)), np.int64)
-    probe = native_probe()
-    if probe is None:
-        count = _probe(indexes, tags, places)
-    else:
-        count = probe(words, len(indexes), tags, places, False)
+    count = _probe(indexes, tags, places)
     owners, slots, generations = places[:, :count]
     return owners, slots, generations
 
@@ -485,26 +460,25 @@ def find_each(
     Raises:
         TransportError: an index is closed.
     """
-    words = words_of(indexes)
-    probe = native_probe()
-    if probe is not None:
-        places = np.empty((3, len(tags)), np.int64)
-        probe(words, len(indexes), tags, places, True)
-    else:
-        places = np.full((3, len(tags)), -1, np.int64)
-        for number, index in enumerate(indexes):
-            lacking = np.flatnonzero(places[0] < 0)
-            if not lacking.size:
-                break
-            found, generations = index.find(tags[lacking])
-            places[0, lacking[found >= 0]] = number
-            places[1, lacking], places[2, lacking] = found, generations
+    places = np.full((3, len(tags)), -1, np.int64)
+    marks = _fingerprints(tags) * _ONES
+    buckets: dict[int, Ints] = {}  # by size of the index; most indexes have one size
+    for index in indexes:
+        if index.num_slots not in buckets:
+            buckets[index.num_slots] = index._buckets(tags)
+    for number, index in enumerate(indexes):
+        may = index._matches(buckets[index.num_slots], marks) != 0
+        rows = np.flatnonzero(may & (places[0] < 0))
+        if rows.size:
+            found, generations = index.find(tags[rows])
+            places[0, rows[found >= 0]] = number
+            places[1, rows], places[2, rows] = found, generations
     owners, slots, generations = places
     return owners, slots, generations
 
 
 def _probe(indexes: Sequence[_Table], tags: Tags, places: NDArray[np.int64]) -> int:
-    """The same as a native probe, by numpy."""
+    """Fill in the places of the leading blocks; returns how many there are."""
     begin, size = 0, _BATCH
     order = list(range(len(indexes)))
     while begin < len(tags):

@@ -26,7 +26,7 @@ Slots come and go by the prompt, so the order consists of batches of slots that 
 from collections import OrderedDict
 from dataclasses import dataclass
 from heapq import merge
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,32 +126,6 @@ class EvictionOrder:
         self._used_again = np.zeros(DEPTHS)
         self._depth = np.zeros(num_slots, np.uint8)
         self._past_depth = np.zeros(2 * num_slots, np.uint8)
-
-    @property
-    def num_remembered(self) -> int:
-        """Number of evictions so far; -1 if no content was evicted, or passed over, since the
-        start."""
-        return self._evicted if self.remembers else -1
-
-    @property
-    def contents(self) -> dict[str, NDArray[Any]]:
-        """What `fill` changes and reads, by the names of `SlotArrays`."""
-        return {
-            "again": self._again,
-            "favoured": self._favoured,
-            "pinned": self.pinned,
-            "hash": self._hash,
-            "depth": self._depth,
-            "past": self._past,
-            "past_depth": self._past_depth,
-            "new": self._new,
-            "used_again": self._used_again,
-        }
-
-    @property
-    def rules(self) -> tuple[float, float, float]:
-        """New contents after which the counts by depth are halved; `LEAST`; `WORTH`."""
-        return _FADES * self._num_slots, LEAST, WORTH
 
     def here(self, slot_ids: Ints) -> NDArray[np.bool_]:
         """Which of these slots are in the order."""
@@ -259,10 +233,6 @@ class EvictionOrder:
     def _rarely_again(self) -> NDArray[np.bool_]:
         """At which depths new contents are rarely used again `(DEPTHS,)`."""
         return (self._new >= LEAST) & (self._used_again * WORTH < self._new)
-
-    def passes_over(self, prompts: Ints) -> bool:
-        """Whether admission `auto` passes over contents of one of these prompts that are new."""
-        return bool(self._rarely_again[prompts % DEPTHS].any())
 
     def _count_new(self, depths: Depths) -> None:
         """Count contents that nobody remembers."""

@@ -11,16 +11,15 @@ Two properties of keys make it fast:
 """
 
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import itemgetter
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-
-from omni_connector.arena.row_table import row_table, rows_of
 
 SlotKey = bytes
 """vLLM's block hash, within a cache group."""
@@ -65,21 +64,17 @@ class SlotIndex:
     def __init__(self, generation: Ints) -> None:
         self._generation = generation
         self.keyed = np.zeros(len(generation), bool)
-        self._table = row_table(self.keyed)
+        # By group, the slot of each key. A slot of which `keyed` is cleared has lost its key.
+        self._slots: defaultdict[int, dict[SlotKey | None, int]] = defaultdict(dict)
+        # The group and key that each slot had last.
+        self._names: list[tuple[int, SlotKey] | None] = [None] * len(generation)
         self._runs: deque[_Run] = deque(maxlen=_RUNS)
 
-    @property
-    def table(self) -> bytes | None:
-        """`struct table` of kernels/rows.h; None where a dict does the work."""
-        return self._table.words
-
-    def each(self, rows: bytes) -> Ints:
-        """The slot of each of these blocks; -1 for a missing one.
-
-        Args:
-            rows: of the blocks; see `rows_of`.
-        """
-        return self._table.find(rows)
+    def each(self, group: int, keys: Sequence[SlotKey | None]) -> Ints:
+        """The slot of each of these blocks; -1 for a missing one."""
+        found = np.fromiter(map(self._slots[group].get, keys, repeat(-1)), np.int64, len(keys))
+        found[~self.keyed[found]] = -1
+        return found
 
     def find(self, group: int, keys: Sequence[SlotKey | None], first: int) -> Ints:
         """The slot of each block; -1 for a missing block and, in a prompt, all blocks after one.
@@ -93,7 +88,7 @@ class SlotIndex:
             return found
         at = 0 if first else self._of_run(group, keys, found)
         while at < len(keys):
-            batch = self._table.find(rows_of(group, keys[at : at + _BATCH]))
+            batch = self.each(group, keys[at : at + _BATCH])
             found[at : at + len(batch)] = batch
             if first == 0 and batch[-1] < 0:
                 break
@@ -128,13 +123,30 @@ class SlotIndex:
                 break
         self._runs.append(_Run(group, keys, slots, generations))
 
-    def name(self, rows: bytes, slots: Ints) -> None:
+    def name(self, group: int, keys: Sequence[SlotKey | None], slots: Ints) -> None:
         """Enter slots under their keys, except if a key is None or has another slot already.
 
         Args:
-            rows, slots: of blocks, in any order; slots in their present generations. See `rows_of`.
+            keys, slots: of blocks, in any order; slots in their present generations.
+
+        Raises:
+            IndexError: there is no such slot.
         """
-        self._table.name(rows, slots)
+        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < len(self.keyed):
+            raise IndexError(f"slots from {slots.min()} to {slots.max()}, of {len(self.keyed)}")
+        of_group = self._slots[group]
+        keyed = memoryview(self.keyed.data)  # faster than numpy for single slots
+        for key, slot in zip(keys, slots.tolist(), strict=True):
+            there = of_group.get(key, -1)
+            if key is None or (there >= 0 and keyed[there]):
+                continue
+            if (former := self._names[slot]) is not None:
+                of_former = self._slots[former[0]]
+                if of_former.get(former[1]) == slot:
+                    del of_former[former[1]]
+            of_group[key] = slot
+            self._names[slot] = (group, key)
+            keyed[slot] = True
 
     def clear(self) -> None:
         """Forget all keys."""

@@ -18,7 +18,7 @@ the eviction order). Slots of hand-offs belong to nobody.
 A prompt may have tens of thousands of blocks, so the state of slots is kept in arrays.
 """
 
-import math
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,25 +28,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.arena.block_index import (
-    BlockIndex,
-    BlockIndexView,
-    Tags,
-    find_each,
-    tags_from,
-    tags_of,
-    words_of,
-)
+from omni_connector.arena.block_index import BlockIndex, Tags, first_words, tags_of
 from omni_connector.arena.eviction import EvictionOrder, count_by_stripe
 from omni_connector.arena.format import header_keys
-from omni_connector.arena.native_slots import (
-    Grant,
-    NativeSlots,
-    NewBlocks,
-    SlotArrays,
-    native_slots,
-)
-from omni_connector.arena.row_table import ROW_BYTES, rows_of
 from omni_connector.arena.slot_index import Ints, SlotChanges, SlotIndex, SlotKey
 from omni_connector.config import Admission
 from omni_connector.kv.stripes import SlotGroup
@@ -60,16 +44,6 @@ ended pins, each of which looks at every slot, to four a second."""
 
 _HASHED_BYTES: Final = 8
 """Bytes of a key that are its content's hash. vLLM's keys have 16 or 32, all of them random."""
-
-# The parts of a row that `_content_hashes` reads; see `rows_of`.
-_ROW: Final = np.dtype(
-    {
-        "names": ["hash", "length"],
-        "formats": ["<i8", "u1"],
-        "offsets": [0, ROW_BYTES - 1],
-        "itemsize": ROW_BYTES,
-    }
-)
 
 NONE: Final[Ints] = np.empty(0, np.int64)
 """No slots."""
@@ -117,12 +91,6 @@ class SlotListing:
             self._tags[slots[named]] = tags_of(self.key_prefix, group, hashes)
         if self.changes is not None:
             self.changes.name(group, keys, slots)
-
-    @property
-    def words(self) -> tuple[bytes, Tags] | None:
-        """What machine code changes in the place of the other methods; None where somebody wants to
-        know the changes."""
-        return (self._index.own_words, self._tags) if self.changes is None else None
 
     def show(self, slots: Ints, generations: Ints) -> None:
         """List these slots: peers find them from now on."""
@@ -237,25 +205,6 @@ class SlotPool:
         # The tenant of each slot, 0 for nobody; and the number of slots by tenant.
         self._tenant: Ints = np.zeros(num_slots, np.int64)
         self._kept_of: Counter[int] = Counter()
-        self._native = self._native_slots()
-
-    def _native_slots(self) -> NativeSlots | None:
-        engine = native_slots()
-        table = self._index.table
-        if engine is None or table is None:
-            return None
-        arrays = SlotArrays(
-            generation=self.generation,
-            users=self._users,
-            busy=self._busy,
-            ready=self._ready,
-            keyed=self._keyed,
-            tenant=self._tenant,
-            privileged=self._privileged,
-            pinned_until=self._pinned_until,
-            **self._order.contents,
-        )
-        return NativeSlots(engine, arrays, self._order.rules, table)
 
     def counts(self) -> tuple[int, int, int]:
         """Numbers of (free, cached, cached and pinned) slots."""
@@ -461,8 +410,7 @@ class SlotPool:
             prompts: as for `EvictionOrder.fill`.
             tags: of the blocks, if the caller has them.
         """
-        rows = rows_of(group, keys)
-        lacking = np.flatnonzero(self._index.each(rows) < 0)
+        lacking = np.flatnonzero(self._index.each(group, keys) < 0)
         wanted = lacking[:most]
         owners = np.full(len(keys), tenant) if isinstance(tenant, int) else tenant
         tenants = owners if len(wanted) == len(keys) else owners[wanted]
@@ -472,14 +420,13 @@ class SlotPool:
         chosen = wanted[: min(within, self._num_available)]
         if len(chosen) < len(keys):
             keys = [keys[i] for i in chosen.tolist()]
-            rows = rows_of(group, keys)
             prompts = None if prompts is None else prompts[chosen]
             tags = None if tags is None else tags[chosen]
             tenants = tenants[: len(chosen)]
         slots = NONE
         if len(chosen):
             slots = self._unused(len(chosen))
-            self._begin(group, keys, rows, slots, tenants, prompts, tags)
+            self._begin(group, keys, slots, tenants, prompts, tags)
         over_quota = len(wanted) - within
         dropped = len(lacking) - over_quota - len(chosen)
         quota = len(self.generation) if self.quota is None else self.quota
@@ -504,8 +451,8 @@ class SlotPool:
             most: most blocks to keep.
             tags: of the blocks, by shard, if the caller has them.
         """
-        of_shards = [rows_of(group, keys) for group in groups]
-        lacks = np.array([self._index.each(rows) < 0 for rows in of_shards])  # (shards, blocks)
+        # (shards, blocks)
+        lacks = np.array([self._index.each(group, keys) < 0 for group in groups])
         lacking = np.flatnonzero(lacks.any(axis=0))
         wanted = lacking[:most]
         owners = np.full(len(keys), tenant) if isinstance(tenant, int) else tenant
@@ -525,11 +472,9 @@ class SlotPool:
             slots = NONE
             if len(places):
                 slots = self._unused(len(places), stripe)
-                some = [keys[i] for i in places.tolist()]
                 self._begin(
                     group,
-                    some,
-                    rows_of(group, some),
+                    [keys[i] for i in places.tolist()],
                     slots,
                     owners[places],
                     None if prompts is None else prompts[places],
@@ -541,108 +486,19 @@ class SlotPool:
         left = self._available_by_stripe[stripes].min()
         return KeptShards(shards, len(chosen), over_quota, dropped, lacking[most:][:left])
 
-    def keep_new(
-        self,
-        groups: Sequence[NewBlocks],
-        indexes: Sequence[BlockIndex | BlockIndexView],
-        admission: Admission,
-    ) -> list[Ints] | None:
-        """Hold a slot for each of these blocks, if nothing has to be decided.
-
-        That is so if no index and no slot has one, all are admitted, no quota is exceeded, and
-        there are slots for all. Machine code finds that out in one call.
-
-        Args:
-            groups: different groups. Of each at least one block, and `MOST_NEW` at most.
-            indexes: of the engines that may have the blocks.
-
-        Returns:
-            The slots of each group; None, and nothing is changed, if something has to be decided.
-        """
-        count = sum(len(each.keys) for each in groups)
-        if admission == "second_hit" or count > self._num_available:
-            return None
-        picks = admission == "auto" and count > self._num_free
-        if self._native is None:
-            are_new = all(self._are_new(each, indexes, picks=picks) for each in groups)
-        else:
-            are_new = self._native.are_new(groups, words_of(indexes), len(indexes), picks=picks)
-        if not are_new:
-            return None
-        if self.quota is not None:
-            tenants = [each.by_block[1] for each in groups]
-            if not self.fits(np.concatenate(tenants)):
-                return None
-        return [self._begin_new(number, each) for number, each in enumerate(groups)]
-
-    def _are_new(
-        self, blocks: NewBlocks, indexes: Sequence[BlockIndex | BlockIndexView], *, picks: bool
-    ) -> bool:
-        """The same as `NativeSlots.are_new` for one group, by numpy."""
-        words = np.frombuffer(blocks.rows, _ROW)
-        lengths = words["length"]
-        if lengths[0] < _HASHED_BYTES or (lengths != lengths[0]).any():
-            return False
-        if len(set(blocks.keys)) < len(blocks.keys):
-            return False
-        if picks and self._order.passes_over(blocks.by_block[0]):
-            return False
-        if (self._index.each(blocks.rows) >= 0).any():
-            return False
-        tags = tags_from(words["hash"].astype(np.uint64), blocks.seed)
-        owners, _, _ = find_each(indexes, tags)
-        return bool((owners < 0).all())
-
-    def _begin_new(self, number: int, blocks: NewBlocks) -> Ints:
-        """Give slots to blocks that are new; see `NativeSlots.begin_new`."""
-        slots = self._unused(len(blocks.keys))
-        listing = None if self.listing is None else self.listing.words
-        if self._native is not None and (self.listing is None or listing is not None):
-            evicted = self._order.num_remembered
-            self._native.begin_new(number, blocks, slots, listing, evicted)
-            self._kept_of.update(blocks.owners)
-            return slots
-        prompts, tenants = blocks.by_block
-        words = np.frombuffer(blocks.rows, _ROW)["hash"].astype(np.uint64)
-        self._renew(slots)
-        self._own(slots, tenants)
-        tags = tags_from(words, blocks.seed)
-        self._fill(blocks.group, blocks.keys, blocks.rows, slots, prompts, tags)
-        return slots
-
     def _begin(
         self,
         group: int,
         keys: Sequence[SlotKey],
-        rows: bytes,
         slots: Ints,
         tenants: Ints,
         prompts: Ints | None,
         tags: Tags | None,
     ) -> None:
         """Copies of blocks begin, into unused slots; the arguments are as for `keep`."""
-        if not self._begin_natively(rows, slots, tenants, prompts, tags):
-            self._renew(slots)
-            self._own(slots, tenants)
-            self._fill(group, keys, rows, slots, prompts, tags)
-
-    def _begin_natively(
-        self, rows: bytes, slots: Ints, tenants: Ints, prompts: Ints | None, tags: Tags | None
-    ) -> bool:
-        """Do in machine code what `_renew`, `_own` and `_fill` do; False if it cannot be done so,
-        and nothing was changed."""
-        listing = None if self.listing is None else self.listing.words
-        if self._native is None or (self.listing is not None and (listing is None or tags is None)):
-            return False
-        evicted = self._order.num_remembered
-        one_tenant = self._native.begin(rows, slots, tenants, prompts, listing, tags, evicted)
-        if one_tenant is None:
-            return False
-        if not one_tenant:
-            self._count_owned(self._kept_of, slots, 1)
-        elif tenant := int(self._tenant[slots[0]]):
-            self._kept_of[tenant] += len(slots)
-        return True
+        self._renew(slots)
+        self._own(slots, tenants)
+        self._fill(group, keys, slots, prompts, tags)
 
     def admits(
         self, group: int, keys: Sequence[SlotKey], admission: Admission, prompts: Ints | None = None
@@ -783,28 +639,6 @@ class SlotPool:
             self._order.pin(slot_ids[::-1], pinned=True)
         self._count_privileged(slot_ids)
 
-    def privilege_new(self, slot_ids: Ints, grants: Sequence[Grant], now: float) -> bool:
-        """Favour or pin slots that `keep_new` has given to the new blocks of a group since.
-
-        Args:
-            slot_ids: of these blocks. Each has the owner that its grant names.
-            grants: each of other blocks.
-            now: by the caller's clock.
-
-        Returns:
-            Whether machine code has done so. If not, nothing was changed.
-        """
-        if self._native is None:
-            return False
-        ends = [_pin_end(now + each.pin_s) if each.pin_s else -1.0 for each in grants]
-        self._next_end = min([self._next_end, *(end for end in ends if end >= 0)])
-        self._native.privilege(slot_ids, grants, ends)
-        for each in grants:
-            self.num_privileged += each.count
-            if each.tenant:
-                self._privileged_of[each.tenant] += each.count
-        return True
-
     def pinned(self, slot_ids: Ints) -> Bools:
         """Which of these slots are pinned."""
         return self._order.pinned[slot_ids]
@@ -831,14 +665,7 @@ class SlotPool:
     def let_go(self, slot_ids: Ints) -> None:
         """Remove one user. Slots without a user become cached or free. The cached ones are evicted
         in the order given."""
-        if self._native is None:
-            self._users[slot_ids] -= 1
-        elif len(slot_ids) and (by_kind := self._native.let_go(slot_ids)):  # most often
-            for kind, of_kind in by_kind:
-                self._order.add_of_kind(kind, of_kind)
-            self.num_cached += len(slot_ids)
-            self.releases += 1
-            return
+        self._users[slot_ids] -= 1
         self._settle(slot_ids[self._users[slot_ids] == 0])
 
     def header_keys(self, group: int, keys: Sequence[SlotKey | None]) -> list[bytes]:
@@ -874,30 +701,24 @@ class SlotPool:
         Args:
             prompts: as for `EvictionOrder.fill`.
         """
-        self._fill(group, keys, rows_of(group, keys), slot_ids, prompts, None)
+        self._fill(group, keys, slot_ids, prompts, None)
 
     def _fill(
         self,
         group: int,
         keys: Sequence[SlotKey | None],
-        rows: bytes,
         slot_ids: Ints,
         prompts: Ints | None,
         tags: Tags | None,
     ) -> None:
         self._busy[slot_ids] = True
-        self._index.name(rows, slot_ids)
+        self._index.name(group, keys, slot_ids)
         if self.listing is not None:
             self.listing.name(group, keys, slot_ids, tags)
-        self._order.fill(slot_ids, _content_hashes(group, keys, rows), prompts)
+        self._order.fill(slot_ids, _content_hashes(group, keys), prompts)
 
     def filled(self, slot_ids: Ints) -> None:
         """Every rank has committed these slots."""
-        listing = None if self.listing is None else self.listing.words
-        if self._native is not None and (self.listing is None or listing is not None):
-            if self._native.filled(slot_ids, listing):
-                self._settle(slot_ids[self._users[slot_ids] == 0])
-            return
         self._busy[slot_ids] = False
         self._ready[slot_ids] = True
         if self.listing is not None:
@@ -972,20 +793,18 @@ class SlotPool:
         self.releases += 1
 
 
-def _pin_end(pin_until: float) -> float:
-    return math.ceil(pin_until / _PIN_TICK_S) * _PIN_TICK_S
-
-
-def _content_hashes(group: int, keys: Sequence[SlotKey | None], rows: bytes | None = None) -> Ints:
+def _content_hashes(group: int, keys: Sequence[SlotKey | None]) -> Ints:
     """64 bits of each key, by which evicted content is remembered: its first 8 bytes, as keys are
-    hashes.
-
-    Args:
-        rows: of the keys, if the caller has them; see `rows_of`.
-    """
-    words = np.frombuffer(rows_of(group, keys) if rows is None else rows, _ROW)
-    hashes: Ints = words["hash"] ^ group
-    if len(keys) and words["length"].min() < _HASHED_BYTES:
-        short = np.fromiter(map(hash, keys), np.int64, len(keys)) ^ group
-        hashes = np.where(words["length"] < _HASHED_BYTES, short, hashes)
-    return hashes
+    hashes. Of a shorter key, and of none, Python's own hash."""
+    lengths = {len(key or b"") for key in keys}
+    if len(lengths) == 1 and min(lengths) >= _HASHED_BYTES:
+        hashes: Ints = first_words(keys).view(np.int64)  # type: ignore[arg-type]
+    else:
+        parts = (
+            key[:_HASHED_BYTES]
+            if key is not None and len(key) >= _HASHED_BYTES
+            else hash(key).to_bytes(_HASHED_BYTES, sys.byteorder, signed=True)
+            for key in keys
+        )
+        hashes = np.frombuffer(b"".join(parts), np.int64)
+    return hashes ^ group

@@ -14,7 +14,6 @@ import importlib
 import logging
 import mmap
 import os
-import sys
 from importlib.resources import files
 from typing import Any
 
@@ -44,8 +43,8 @@ def code_is_denied() -> bool:
         code = ctypes.get_errno() or errno.EACCES
     if denied:
         logger.warning(
-            "This process may not run code that it compiles (mprotect: %s). Numpy and Python copy "
-            "and look up KV blocks instead, which is slower",
+            "This process may not run code that it compiles (mprotect: %s). Numpy copies KV "
+            "blocks instead, which is slower",
             os.strerror(code),
         )
     return denied
@@ -82,21 +81,3 @@ def compiled(code: str) -> Any:
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
     return engine
-
-
-def compiled_or_none(module: str, name: str, otherwise: str) -> Any:
-    """Compile a kernel; return LLVM's engine, or None if it cannot be used here, which is logged.
-
-    Args:
-        module, name: as for `kernel`.
-        otherwise: what Python does then.
-    """
-    try:
-        if sys.byteorder != "little":
-            raise OSError("this processor is big-endian")
-        return compiled(kernel(module, name))
-    except CodeDeniedError:  # which `compiled` has said
-        return None
-    except Exception as error:  # noqa: BLE001 - whatever it is, Python does the work
-        logger.warning("%s: machine code cannot be used (%s)", otherwise, error)
-        return None

@@ -28,7 +28,6 @@ from omni_connector.arena.block_index import (
     tags_of,
 )
 from omni_connector.arena.format import PAGE_BYTES
-from omni_connector.arena.native_probe import native_probe
 from omni_connector.arena.slot_index import Ints
 from omni_connector.errors import (
     IncompatiblePeerError,
@@ -193,16 +192,6 @@ TestModel = Model.TestCase
 TestModel.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
 
 
-@pytest.fixture(params=[True, False], ids=["native", "numpy"])
-def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param:
-        pytest.importorskip("llvmlite")
-        assert native_probe() is not None
-    else:
-        monkeypatch.setattr(block_index, "native_probe", lambda: None)
-
-
-@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 1000])
 @pytest.mark.parametrize("turns", [1, 2, 7])
 def test_the_leading_blocks_are_found_wherever_they_are(count: int, turns: int) -> None:
@@ -220,7 +209,6 @@ def test_the_leading_blocks_are_found_wherever_they_are(count: int, turns: int) 
         index.close()
 
 
-@pytest.mark.usefixtures("native")
 def test_a_fingerprint_alone_is_no_leading_block(index: BlockIndex) -> None:
     index.add(some_tags(1), ints(0), ints(0))
     assert index.may_hold(129)

@@ -3,7 +3,6 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import pairwise
 from operator import itemgetter
@@ -13,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector.arena import row_table, slot_index
-from omni_connector.arena.row_table import rows_of
+from omni_connector.arena import slot_index
 from omni_connector.arena.slot_index import SlotIndex, SlotKey
 from omni_connector.handoff.leases import Handoff, SlotDirectory
 from omni_connector.handoff.prompt import Prompt
@@ -24,13 +22,13 @@ BLOCKS = 4096
 
 
 class Looked(bytes):
-    """A key that counts look-ups of keys: a look-up asks for the length first."""
+    """A key that counts look-ups of keys in a dict."""
 
     number = 0
 
-    def __len__(self) -> int:
+    def __hash__(self) -> int:
         Looked.number += 1
-        return bytes.__len__(self)
+        return bytes.__hash__(self)
 
 
 def chain(*words: str) -> list[SlotKey | None]:
@@ -59,17 +57,6 @@ def copied(directory: SlotDirectory, keys: list[SlotKey | None]) -> tuple[Handof
     directory.filled(handoff, blocks)
     directory.close(handoff.token)
     return handoff, looked_up
-
-
-@pytest.fixture(params=[True, False], ids=["native", "dict"], scope="module")
-def table(request: pytest.FixtureRequest) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param:
-            pytest.importorskip("llvmlite")
-            assert row_table.native_calls() is not None
-        else:
-            patch.setattr(row_table, "native_calls", lambda: None)
-        yield
 
 
 @pytest.mark.parametrize("common", [0, 1, BLOCKS // 2, BLOCKS - 1, BLOCKS])
@@ -164,7 +151,6 @@ named = st.lists(
 )
 
 
-@pytest.mark.usefixtures("table")
 @given(steps=st.lists(st.tuples(named, st.sets(st.integers(0, 6)), st.booleans()), max_size=20))
 def test_slots_are_found_as_in_a_dict(
     steps: list[tuple[list[tuple[int, SlotKey | None, int]], set[int], bool]],
@@ -179,7 +165,7 @@ def test_slots_are_found_as_in_a_dict(
             index._generation[slots] += 1
             index.keyed[slots] = False
             model = {name: at for name, at in model.items() if at not in slots}
-            index.name(rows_of(group, [key for key, _ in theirs]), slots)
+            index.name(group, [key for key, _ in theirs], slots)
             for key, slot in theirs:
                 if key is not None:
                     model.setdefault((group, key), slot)
@@ -199,7 +185,6 @@ def test_slots_are_found_as_in_a_dict(
         assert sorted(model.values()) == np.flatnonzero(index.keyed).tolist()
 
 
-@pytest.mark.usefixtures("table")
 @pytest.mark.parametrize("length", [16, 32, 64])
 def test_every_slot_of_a_full_arena_is_found(length: int) -> None:
     count = 1000
@@ -210,7 +195,7 @@ def test_every_slot_of_a_full_arena_is_found(length: int) -> None:
         ]
         slots = np.random.default_rng(turn).permutation(count)
         index.keyed[:] = False
-        index.name(rows_of(0, keys), slots)
+        index.name(0, keys, slots)
         assert index.find(0, keys, 0).tolist() == slots.tolist()
         assert index.find(1, keys, 0).tolist() == [-1] * count
 
@@ -219,4 +204,4 @@ def test_slots_that_do_not_exist_are_refused() -> None:
     index = SlotIndex(np.zeros(4, np.int64))
     for slot in (-1, 4, 1 << 40):
         with pytest.raises(IndexError):
-            index.name(rows_of(0, [b"key"]), np.array([slot]))
+            index.name(0, [b"key"], np.array([slot]))

@@ -20,9 +20,7 @@ import torch
 from vllm.v1 import kv_cache_interface
 
 from omni_connector import config, plugin
-from omni_connector.arena import arena, block_index, part_sums, slot_pool
-from omni_connector.arena.native_probe import native_change, native_probe, native_tags
-from omni_connector.arena.native_slots import native_slots
+from omni_connector.arena import arena, part_sums
 from omni_connector.copy import host, host_rows, jobs
 from omni_connector.copy.native import native_copy
 from omni_connector.kv import parts
@@ -79,10 +77,6 @@ _STALE: Final = {"stale_slot", "weights_changed"}
 _NATIVE: Final[list[tuple[Any, str, Any]]] = [
     (host, "native_copy", native_copy),
     (host_rows, "native_copy", native_copy),
-    (block_index, "native_probe", native_probe),
-    (block_index, "native_change", native_change),
-    (block_index, "native_tags", native_tags),
-    (slot_pool, "native_slots", native_slots),
 ]
 
 # What says the same for each engine of a process: it is asked once.

@@ -124,15 +124,6 @@ HINTS: Final = (
         ),
     ),
     mutant(
-        "pins of new blocks never end",
-        "nobody looks for the end of pins of blocks that got their slots without a decision",
-        (
-            "omni_connector.arena.slot_pool",
-            "        self._next_end = min([self._next_end, *(end for end in ends if end >= 0)])\n",
-            "",
-        ),
-    ),
-    mutant(
         "a pin is for one block",
         "of the blocks of a step only the first is pinned",
         (

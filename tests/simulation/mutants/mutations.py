@@ -133,7 +133,7 @@ OWN: Final = (
     ),
     mutant(
         "a prefix goes on behind a gap",
-        "without machine code, all blocks are taken to be where the first of them is",
+        "all blocks are taken to be where the first of them is",
         (
             "omni_connector.arena.block_index",
             "                run = int(lacks.argmax()) if lacks.any() else len(batch)\n",
