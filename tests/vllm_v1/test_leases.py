@@ -11,7 +11,6 @@ from tests import inspection
 from tests.toy import BLOCK
 
 from .harness import (
-    DEADLINE,
     HANDOFF,
     assert_clean,
     hand_off,
@@ -168,33 +167,6 @@ def test_waiters_try_only_when_there_is_new_room(engine, monkeypatch):
     for each in ids:
         prefill.abort(each)
     prefill.settle()
-
-
-def test_an_engine_with_nothing_to_compute_waits_for_the_answer(engine, tokens, monkeypatch):
-    wait_for = receiver.wait
-    monkeypatch.setattr(receiver, "wait", lambda futures, timeout: wait_for(futures, DEADLINE))
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    answer = prefill.generate(PROMPT, params=HANDOFF).params
-    held = decode.hold(loads=True)
-    request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
-    decode.step()
-    assert decode.loads_under_way == 1
-    held.open()
-    decode.settle()
-    assert decode.answers[request_id].tokens == tokens(PROMPT, 6)
-
-
-def test_an_engine_that_computes_waits_for_no_answer(engine, tokens, monkeypatch):
-    monkeypatch.setattr(receiver, "_IDLE_S", DEADLINE)  # it does not take so long between steps
-    monkeypatch.setattr(receiver, "wait", lambda *_: pytest.fail("it waits"))
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    answer = prefill.generate(PROMPT, params=HANDOFF).params
-    decode.submit(prompt(BLOCK), max_tokens=9)
-    decode.step()
-    request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
-    decode.settle()
-    assert decode.answers[request_id].tokens == tokens(PROMPT, 6)
-    assert decode.count("handoffs_received") == 1
 
 
 def test_steps_that_compute_nothing_help_with_copies(engine, monkeypatch):
