@@ -271,8 +271,10 @@ class PrefixSaves:
         if blocks_of is not None:
             if self._tails is not None:
                 self._keep_tail(prompt, self._tails, blocks_of)
-            # The last token of an answer is not computed.
+            # The last token of an answer is not computed. The KV of a drafter is right once the
+            # tokens are computed that it depends on.
             end = min(prompt.request.num_computed_tokens, prompt.request.num_tokens - 1)
+            end = max(0, end - self._tokens_ahead)
             if self._lasting and self._may_keep(prompt):
                 runs = self._save(self.queued, prompt, end, blocks_of, end)
                 if self._host is not None and runs:
