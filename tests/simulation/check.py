@@ -26,7 +26,7 @@ _KEPT: Final = re.compile(
     r"|\._?changes\b|\._beginnings\b"
     r"|\._weights\._?answers$|\._(undrafted|spoiled)\._hashes$|\._without_drafter\b"
     r"|\._copier\b|\._layout\b|\._commands\b|\._told\b|\._threads\b|\._void\b"
-    r"|\._neighbours\._(met|not_before|why_not)$"
+    r"|\._neighbours\._(met|not_before|why_not)$|\.ranks\._said\b"
     r"|\._repeated_layers\b|\._manager\b|\._config\b|\._vllm_config\b|\._kv_cache_config\b"
 )
 _DEPTH: Final = 12
