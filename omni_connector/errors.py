@@ -5,6 +5,7 @@
     ├── ConfigError (also ValueError)      a setting is unknown, ill-typed or out of range
     ├── UnsupportedVersionError            the installed vLLM is missing or not supported
     ├── LayoutError                        a KV cache layout that is not understood
+    ├── DeviceMemoryError                  a device has no memory to copy KV through
     ├── TransportError
     │   ├── PeerUnreachableError           nobody answers at the peer's address
     │   ├── PeerRefusedError               we may not talk to the peer, or it refused us
@@ -48,6 +49,10 @@ class UnsupportedVersionError(OmniError):
 
 class LayoutError(OmniError):
     """A KV cache layout that is not understood: it is refused, never guessed."""
+
+
+class DeviceMemoryError(OmniError):
+    """A device has no memory to copy KV through."""
 
 
 class TransportError(OmniError):

@@ -4,6 +4,7 @@
 import ctypes
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from omni_connector.copy.device_hash import DeviceHash, device_hash, hashable
+from omni_connector.copy.device_hash import DeviceHash, device_hash, hashable, room_words
 from omni_connector.copy.device_rows import WORD, device_rows
 from omni_connector.copy.stream import Stream
 
@@ -91,24 +92,28 @@ class _Hashing:
         device: a CUDA device.
 
     Attributes:
+        room: for what `DeviceHash` keeps meanwhile.
         last: the end of its work so far; None if there was none.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.room = torch.empty(0, dtype=torch.int64, device=device)
         self.last: torch.cuda.Event | None = None
 
     def hash(
-        self, device_hash: DeviceHash, rows: torch.Tensor, there: torch.cuda.Event
-    ) -> torch.Tensor:
+        self,
+        device_hash: DeviceHash,
+        rows: torch.Tensor,
+        there: torch.cuda.Event,
+        sums: torch.Tensor,
+    ) -> None:
         """See `Stream.hash`."""
         self._stream.wait_event(there)
         with torch.cuda.stream(self._stream):
-            sums = torch.empty(len(rows), dtype=torch.int64, pin_memory=True)
-            sums.copy_(device_hash(rows), non_blocking=True)
+            sums.copy_(device_hash(rows, self.room), non_blocking=True)
             self.last = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self.last.record(self._stream)
-        return sums
 
 
 def _event(fence: object) -> torch.cuda.Event:
@@ -141,6 +146,10 @@ class CudaStream(Stream):
         self._hash = device_hash(device)
         self._rows = device_rows(device)
         self._hashing = [_Hashing(device) for _ in range(_HASHED_AT_ONCE)]
+
+    def beside(self) -> "CudaStream":
+        # What one has registered all may use.
+        return CudaStream(self._device)
 
     def active(self) -> AbstractContextManager[object]:
         self._driver.relax()
@@ -175,21 +184,28 @@ class CudaStream(Stream):
         return torch.empty(nbytes, dtype=torch.int8, pin_memory=True)
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.int8, device=self._device)
+        return self._allocate(nbytes, torch.int8)
 
-    def to_device(self, ids: NDArray[np.int64]) -> torch.Tensor:
-        # From pageable memory torch waits until the copy is there.
-        return torch.from_numpy(np.ascontiguousarray(ids)).to(self._device)
+    def prepare_hash(self, nbytes: int) -> None:
+        if self._hash is not None:
+            for each in self._hashing:
+                each.room = self._allocate(room_words(nbytes), torch.int64)
+
+    def _allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        # vLLM registers KV caches within a memory pool of this thread, which sleep mode takes away.
+        with ThreadPoolExecutor(1) as elsewhere:
+            empty = partial(torch.empty, count, dtype=dtype, device=self._device)
+            return elsewhere.submit(empty).result()
 
     def can_hash(self, nbytes: int) -> bool:
         return self._hash is not None and hashable(nbytes)
 
-    def hash(self, rows: torch.Tensor, *, there: object) -> torch.Tensor:
+    def hash(self, rows: torch.Tensor, *, there: object, sums: torch.Tensor) -> None:
         assert self._hash is not None
         assert isinstance(there, tuple)
         hashing = self._hashing[0]
         self._hashing = [*self._hashing[1:], hashing]
-        return hashing.hash(self._hash, rows, there[0])
+        hashing.hash(self._hash, rows, there[0], sums)
 
     def can_move(self, nbytes: int) -> bool:
         return self._rows is not None and not nbytes % WORD

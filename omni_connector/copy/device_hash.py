@@ -27,6 +27,12 @@ def hashable(nbytes: int) -> bool:
     return nbytes >= LEAST_HASHED and not nbytes % ALIGNMENT
 
 
+def room_words(nbytes: int) -> int:
+    """Words of 64 bits that hashing takes beside rows of so many bytes in all. Rows of less than
+    1 KiB are hashed in several launches then."""
+    return nbytes // 64 + 2 * _SUMS
+
+
 class DeviceHash:
     """Hashes rows on one CUDA device.
 
@@ -44,29 +50,35 @@ class DeviceHash:
         self._kernels = DeviceKernels(device, "hash_rows.ptx", names)
         self._check()
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rows: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """Put the hashing of rows on the current stream.
 
         Args:
             rows: int8 `(n, nbytes)` in the device's memory, contiguous and `hashable`.
+            room: int64 there, `room_words` of these bytes or more, which nothing else uses until
+                the result was read.
 
         Returns:
-            Int64 `(n,)` in the device's memory: xxh3-64 of each row, once the stream is there.
+            Int64 `(n,)`, the first words of `room`: xxh3-64 of each row, once the stream is there.
 
         Raises:
             RuntimeError: the device has failed.
         """
         count, nbytes = rows.shape
         blocks = (nbytes - 1) // _BLOCK_BYTES
-        sums = torch.empty(count * blocks * _SUMS, dtype=torch.int64, device=self._device)
-        totals = torch.empty(count * _SUMS, dtype=torch.int64, device=self._device)
-        hashes = torch.empty(count, dtype=torch.int64, device=self._device)
-        size = ctypes.c_uint32(count), ctypes.c_uint64(nbytes)
+        hashes, rest = room[:count], room[-(-count // _SUMS) * _SUMS :]
+        at_once = len(rest) // (_SUMS * (blocks + 1))
         launch = self._kernels.launch
-        # Rows of a single block have no sums of others.
-        launch("block_sums", len(sums), address(rows), *size, address(sums))
-        launch("row_sums", len(totals), address(rows), *size, address(sums), address(totals))
-        launch("merge_sums", count, address(totals), *size, address(hashes))
+        for first in range(0, count, at_once):
+            some = rows[first : first + at_once]
+            of_some = hashes[first : first + at_once]
+            size = ctypes.c_uint32(len(some)), ctypes.c_uint64(nbytes)
+            inner = len(some) * blocks * _SUMS
+            sums, totals = rest[:inner], rest[inner : inner + len(some) * _SUMS]
+            # Rows of a single block have no sums of others.
+            launch("block_sums", len(sums), address(some), *size, address(sums))
+            launch("row_sums", len(totals), address(some), *size, address(sums), address(totals))
+            launch("merge_sums", len(some), address(totals), *size, address(of_some))
         return hashes
 
     def _check(self) -> None:
@@ -74,7 +86,8 @@ class DeviceHash:
         for nbytes in (256, 1024, 1088, 4096, 16 * 1024 + 192):
             content = np.random.default_rng(0).integers(0, 256, (3, nbytes), np.uint8)
             rows = torch.from_numpy(content.view(np.int8)).to(self._device)
-            found = self(rows).cpu().numpy().view(np.uint64).tolist()
+            room = torch.empty(room_words(rows.numel()), dtype=torch.int64, device=self._device)
+            found = self(rows, room).cpu().numpy().view(np.uint64).tolist()
             if found != [xxhash.xxh3_64_intdigest(row.data) for row in content]:
                 raise RuntimeError("its results differ from those of xxhash")
 

@@ -18,6 +18,7 @@ from omni_connector.arena.part_sums import PartSums
 from omni_connector.copy.copier import BlockCopier, SumRows
 from omni_connector.copy.layered import Forward, LayeredSave, LayerRanges
 from omni_connector.copy.threads import NO_JOB_ID, Outcome, Work
+from omni_connector.errors import DeviceMemoryError
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, check_ids
@@ -205,6 +206,8 @@ class Saver:
                     outcome.size += len(places) * self._layout.group_bytes[group]
                 else:
                     complete = True
+            except DeviceMemoryError as error:  # of all jobs, and logged at the start
+                outcome.failure = failure_kind(error, "save_failed")
             except Exception as error:  # whatever it is, the engine goes on without the hand-off
                 logger.exception("Saving KV blocks failed (job %d)", job_id)
                 outcome.failure = failure_kind(error, "save_failed")

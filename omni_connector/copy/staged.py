@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.copy.host_rows import HostRows, Sharing, begin_hashing, hashes_between
 from omni_connector.copy.native import LEAST_HASHED, begin
+from omni_connector.copy.staging import WORDS, Direction, Staging, allocate
 from omni_connector.copy.stream import Stream
+from omni_connector.errors import DeviceMemoryError
 from omni_connector.kv.canonical import SLOT_ALIGNMENT, CanonicalKVCaches, SlotLayout
 from omni_connector.kv.convert import PageRun
 from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of
@@ -30,9 +32,9 @@ logger = logging.getLogger("vllm.omni_connector.staging")
 # Longest wait of `close` for a copy under way, in seconds.
 _CLOSE_S: Final = 5.0
 
-_STAGING_BYTES: Final = 32 << 20
-"""Of each of two staging buffers. A GPU of 2023 copies these in 0.6 ms, beside which launches and
-checksums take a quarter (benchmarks/results/device.md)."""
+_STAGING_BYTES: Final = 16 << 20
+"""Of each staging buffer, two for saves and two for loads. A GPU of 2023 copies these in 0.3 ms,
+beside which launches and checksums take a quarter (benchmarks/results/device.md)."""
 
 _MOST_PAGES: Final = 256
 """Most choices of pages of peers whose places are remembered. It bounds memory."""
@@ -41,7 +43,6 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 _NO_SLOTS: Final = np.empty((0, 0), np.uint8)
-_NOTHING: Final = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,12 @@ class GroupOnDevice:
         """Zero blocks, padding included."""
         for reserved in self.reserved:
             stream.launch(partial(reserved.index_fill_, 0, block_ids, 0))
+
+    def zero_each(self, stream: Stream, block_ids: NDArray[np.int64]) -> None:
+        """The same where the device has no memory for their ids: a launch for each block."""
+        for block_id in block_ids.tolist():
+            for reserved in self.reserved:
+                stream.launch(reserved[block_id].zero_)
 
 
 def _parts_of(
@@ -256,7 +263,7 @@ class _Batch:
     """Blocks that fit a staging buffer.
 
     Attributes:
-        buffer: which of the two buffers.
+        staging: its buffer.
         places: of these blocks among those of the call.
         slot_ids: their slots `(n,)`.
         runs: what the device transfers from and to slots itself; None where it does not.
@@ -264,7 +271,7 @@ class _Batch:
             either, the bytes cross through a buffer of the host.
     """
 
-    buffer: int
+    staging: Staging
     places: slice
     slot_ids: NDArray[np.int64]
     runs: list[_Run] | None
@@ -281,16 +288,15 @@ class _Call:
     """One save or load: what its batches have in common.
 
     Attributes:
+        direction: whose stream and buffers it uses.
         taken: what is copied of each slot, in the order of slots and of rows.
         hashed: from which byte of a slot to which the checksum goes on.
         slots: the slots of the copy, as a tensor; None where the device may not use them itself.
         sums: the checksums `(n,)`.
         device_hashes: whether the device makes them, of rows that are whole slots.
-        block_ids: on the device `(n,)`.
-        rows: the addresses of what kernels move of the slots, on the device `(n, pieces)`; None
-            where no kernel asks for them.
     """
 
+    direction: Direction
     copy: BlockCopy
     on_device: GroupOnDevice
     taken: tuple[_Taken, ...]
@@ -298,8 +304,11 @@ class _Call:
     slots: torch.Tensor | None
     sums: NDArray[np.uint64]
     device_hashes: bool
-    block_ids: torch.Tensor = _NOTHING
-    rows: torch.Tensor | None = None
+
+    @property
+    def stream(self) -> Stream:
+        """Where the device's work goes."""
+        return self.direction.stream
 
     @property
     def host_hashes(self) -> bool:
@@ -331,23 +340,30 @@ class _Call:
         """Bytes of the pieces that kernels move: equal ones, as long as may be."""
         return gcd(*(each.nbytes for each in self.taken))
 
+    @property
+    def moves(self) -> int:
+        """How many of these pieces a slot has."""
+        return sum(each.nbytes for each in self.taken) // self.moved
+
     def addresses(self, slot_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Of some slots `(n,)`."""
         assert self.slots is not None
         return self.slots.data_ptr() + slot_ids * self.slots.stride(0)
 
-    def pieces(self) -> NDArray[np.int64]:
-        """The addresses of what kernels move `(n, pieces)`, in the order of rows."""
+    def pieces(self, slot_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The addresses of what kernels move of some slots, in the order of rows."""
         moved = self.moved
         starts = [np.arange(each.at, each.at + each.nbytes, moved) for each in self.taken]
-        slots = self.addresses(self.copy.slot_ids)
-        found: NDArray[np.int64] = np.add.outer(slots, np.concatenate(starts))
-        return found
+        found: NDArray[np.int64] = np.add.outer(self.addresses(slot_ids), np.concatenate(starts))
+        return found.ravel()
 
-    def rows_of(self, batch: _Batch) -> torch.Tensor:
-        """The addresses of what kernels move of a batch's slots, on the device."""
-        assert self.rows is not None
-        return self.rows[batch.places].flatten()
+    def send(self, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch's block ids, and the addresses of what kernels move of its slots, if they do; on
+        the device."""
+        block_ids = self.copy.block_ids[batch.places]
+        words = [block_ids, self.pieces(batch.slot_ids)] if batch.by_kernel else [block_ids]
+        there = batch.staging.send(self.stream, np.concatenate(words))
+        return there[: len(block_ids)], there[len(block_ids) :]
 
     def slots_of(self, run: _Run, taken: _Taken) -> torch.Tensor:
         """What is taken of the slots of a run, as the device copies it."""
@@ -390,9 +406,11 @@ class StagedCopier(BlockCopier):
     Args:
         canonical: the KV cache.
         layout: its slots.
-        stream: where the device's work goes; owned, and closed with the copier.
+        stream: where the device's work of saves goes, and beside it that of loads; owned, and
+            closed with the copier.
         helpers: share in what the host does; None leaves all of it to the calling thread.
-        staging_bytes: bytes of each of the two staging buffers; at least one slot is staged.
+        staging_bytes: bytes of each staging buffer; at least one slot is staged. Saves have two,
+            and loads.
 
     Attributes:
         direct_bytes: the device transfers from and to pinned slots where as many bytes lie
@@ -422,14 +440,13 @@ class StagedCopier(BlockCopier):
         self._groups = [
             GroupOnDevice.of(canonical, group) for group in range(len(layout.group_bytes))
         ]
-        self._rows = max(1, staging_bytes // layout.slot_bytes)
-        self._staged: list[torch.Tensor] = []
-        self._bounced: list[torch.Tensor] = []
+        # A save may wait for the engine's work that is ahead of it. No load waits for that.
+        self._saves = Direction(stream)
+        self._loads = Direction(stream.beside())
+        self._rows = allocate((self._saves, self._loads), layout.slot_bytes, staging_bytes)
         # Replaced under the lock. Copies on other threads look at it without.
         self._pinned = _Pinned.none()
         self._pinning = threading.Lock()
-        # The staging buffers serve one call at a time.
-        self._lock = threading.Lock()
 
     def fence(self) -> object:
         return self._stream.fence()
@@ -462,14 +479,15 @@ class StagedCopier(BlockCopier):
         self, group: int, block_ids: NDArray[np.int64], *, fence: object
     ) -> NDArray[np.uint64]:
         nowhere = np.zeros_like(block_ids)
-        call = self._call_of_blocks(BlockCopy(group, block_ids, _NO_SLOTS, nowhere, True, fence))
+        copy = BlockCopy(group, block_ids, _NO_SLOTS, nowhere, True, fence)
+        call = self._call_of_blocks(copy, self._saves)
         self._pump(call, None, self._look, lambda call, batch: None)
         return call.sums
 
     def _copy(
         self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
     ) -> NDArray[np.uint64] | None:
-        call = self._call_of_blocks(copy)
+        call = self._call_of_blocks(copy, self._saves if saving else self._loads)
         start, end = (self._out, self._land) if saving else (self._in, self._landed)
         return call.sums if self._pump(call, cancelled, start, end) else None
 
@@ -485,40 +503,47 @@ class StagedCopier(BlockCopier):
         return call.sums
 
     def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
-        with self._lock, self._stream.active():
-            on_device = self._stream.to_device(block_ids)
+        stream = self._loads.stream
+        with self._loads.lock, stream.active():
             if fence is not None:
-                self._stream.wait(fence)
-            try:
-                self._groups[group].zero(self._stream, on_device)
-            finally:
-                self._stream.finish(None)
+                stream.wait(fence)
+            for first in range(0, len(block_ids), WORDS):
+                some = block_ids[first : first + WORDS]
+                try:
+                    if self._loads.buffers:
+                        there = self._loads.buffers[0].send(stream, some)
+                        self._groups[group].zero(stream, there)
+                    else:
+                        self._groups[group].zero_each(stream, some)
+                finally:
+                    stream.finish(None)
 
     def close(self) -> None:
-        if not self._lock.acquire(timeout=_CLOSE_S):
-            logger.error(
-                "A copy of the device did not end in %g s; the device may hang. The memory that it "
-                "uses is not freed",
-                _CLOSE_S,
-            )
-            return
-        try:
+        for each in (self._saves, self._loads):
+            if not each.lock.acquire(timeout=_CLOSE_S):
+                logger.error(
+                    "A copy of the device did not end in %g s; the device may hang. The memory "
+                    "that it uses is not freed",
+                    _CLOSE_S,
+                )
+                return
             try:
-                self._stream.finish(None)
+                each.stream.finish(None)
             except RuntimeError as error:
                 logger.warning("The device failed before its last copies had ended: %s", error)
-            self._stream.close()
-        finally:
-            self._groups = []
-            self._canonical = None
-            self._with_pages.cache_clear()
-            self._staged = []
-            self._bounced = []
-            self._pinned = _Pinned.none()
-            self._lock.release()
+            finally:
+                each.buffers = ()
+                each.lock.release()
+        for each in (self._saves, self._loads):
+            each.stream.close()
+        self._groups = []
+        self._canonical = None
+        self._with_pages.cache_clear()
+        self._pinned = _Pinned.none()
 
     def _call(
         self,
+        direction: Direction,
         copy: BlockCopy,
         on_device: GroupOnDevice,
         taken: tuple[_Taken, ...],
@@ -528,16 +553,17 @@ class StagedCopier(BlockCopier):
     ) -> _Call:
         slots = _as_tensor(copy.slots)
         sums = np.zeros(len(copy.block_ids), np.uint64)
-        return _Call(copy, on_device, taken, hashed, slots, sums, device_hashes)
+        return _Call(direction, copy, on_device, taken, hashed, slots, sums, device_hashes)
 
-    def _call_of_blocks(self, copy: BlockCopy) -> _Call:
+    def _call_of_blocks(self, copy: BlockCopy, direction: Direction) -> _Call:
         """A copy of all pages of blocks."""
         on_device = self._groups[copy.group]
         size = on_device.row_bytes
         whole = copy.checksum and copy.states is None
         device_hashes = whole and self._stream.can_hash(size)
         taken = (_Taken(0, 0, size),)
-        return self._call(copy, on_device, taken, (0, size), device_hashes=device_hashes)
+        hashed = (0, size)
+        return self._call(direction, copy, on_device, taken, hashed, device_hashes=device_hashes)
 
     def _call_of_slots(
         self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int
@@ -550,7 +576,8 @@ class StagedCopier(BlockCopier):
         if on_device is None or not self._rows_at_once(on_device):
             return None
         taken = (_Taken(0, 0, length),)
-        call = self._call(copy, on_device, taken, (0, length), device_hashes=True)
+        hashed = (0, length)
+        call = self._call(self._loads, copy, on_device, taken, hashed, device_hashes=True)
         return None if self._pieces(call, copy.slot_ids) is None else call
 
     def _call_of_pages(
@@ -571,7 +598,8 @@ class StagedCopier(BlockCopier):
             states = begin(len(copy.block_ids), length) if states is None else states
         elif states is not None:
             return None
-        return self._call(replace(copy, states=states), on_device, tuple(taken), hashed)
+        copy = replace(copy, states=states)
+        return self._call(self._loads, copy, on_device, tuple(taken), hashed)
 
     def _make_pages(
         self, group: int, runs: tuple[PageRun, ...], length: int | None
@@ -586,26 +614,27 @@ class StagedCopier(BlockCopier):
         return self._rows * self._layout.slot_bytes // aligned
 
     def _batches(self, call: _Call) -> Iterator[_Batch]:
-        rows = self._rows_at_once(call.on_device)
+        """The batches of a copy; its direction is locked.
+
+        Raises:
+            DeviceMemoryError: there are no staging buffers.
+        """
+        buffers = call.direction.buffers
+        if not buffers:
+            raise DeviceMemoryError("the device has no memory for staging buffers")
+        for_kernels = self._for_kernels(call)
+        words = 1 + (call.moves if for_kernels else 0)
+        rows = min(self._rows_at_once(call.on_device), WORDS // words)
         count = len(call.copy.block_ids)
         for number, first in enumerate(range(0, count, rows)):
             places = slice(first, min(first + rows, count))
             slot_ids = call.copy.slot_ids[places]
             pieces = self._pieces(call, slot_ids)
-            by_kernel = call.rows is not None and pieces is not None
+            by_kernel = for_kernels and pieces is not None
             runs = None
             if pieces is not None and not by_kernel:
                 runs = self._runs(call, slot_ids, pieces)
-            yield _Batch(number % 2, places, slot_ids, runs, by_kernel)
-
-    def _sent(self, call: _Call) -> _Call:
-        """The call, with its ids on the device. All of them at once, and before the fence, as the
-        host waits until they are there."""
-        block_ids = self._stream.to_device(call.copy.block_ids)
-        rows = None
-        if self._for_kernels(call):
-            rows = self._stream.to_device(call.pieces())
-        return replace(call, block_ids=block_ids, rows=rows)
+            yield _Batch(buffers[number % 2], places, slot_ids, runs, by_kernel)
 
     def _for_kernels(self, call: _Call) -> bool:
         """Whether kernels of the device read or write the slots, where these are pinned."""
@@ -613,7 +642,8 @@ class StagedCopier(BlockCopier):
         if slots is None or not call.taken or not self._stream.can_move(call.moved):
             return False
         if (
-            slots.data_ptr() % 16
+            call.moves >= WORDS
+            or slots.data_ptr() % 16
             or slots.stride(0) % 16
             or any(each.at % 16 for each in call.taken)
         ):
@@ -656,15 +686,15 @@ class StagedCopier(BlockCopier):
         end: Callable[[_Call, _Batch], None],
     ) -> bool:
         """Run all batches; each ends while the next is under way. Returns False if cancelled."""
-        with self._lock, self._stream.active():
-            call = self._sent(call)
+        stream = call.stream
+        with call.direction.lock, stream.active():
             if call.copy.fence is not None:
-                self._stream.wait(call.copy.fence)
+                stream.wait(call.copy.fence)
             under_way: deque[tuple[object, _Batch, torch.Tensor | None]] = deque()
 
             def end_first() -> None:
                 mark, batch, sums = under_way.popleft()
-                self._stream.finish(mark)
+                stream.finish(mark)
                 end(call, batch)
                 if sums is not None:
                     call.sums[batch.places] = sums.numpy().view(np.uint64)
@@ -674,37 +704,39 @@ class StagedCopier(BlockCopier):
                     if cancelled is not None and cancelled():
                         return False
                     sums = start(call, batch)
-                    under_way.append((self._stream.mark(), batch, sums))
+                    under_way.append((stream.mark(), batch, sums))
                     if len(under_way) > 1:
                         end_first()
                 while under_way:
                     end_first()
             finally:
                 # Nothing may still use the staging buffers, or write blocks, after an error.
-                self._stream.finish(None)
+                stream.finish(None)
         return True
 
     def _out(self, call: _Call, batch: _Batch) -> torch.Tensor | None:
         """Begin to save a batch. Returns its checksums, if the device makes them."""
-        staged = self._buffer(self._staged, call, batch)
-        call.on_device.gather(self._stream, call.block_ids[batch.places], staged)
-        there = self._stream.mark() if call.device_hashes else None
+        block_ids, addresses = call.send(batch)
+        staged = self._staged(call, batch)
+        call.on_device.gather(call.stream, block_ids, staged)
+        there = call.stream.mark() if call.device_hashes else None
         if batch.by_kernel:
-            self._move(call, batch, staged, to_host=True)
+            call.stream.move(staged.view(-1, call.moved), addresses, to_host=True)
         elif batch.runs is None:
-            self._cross(self._buffer(self._bounced, call, batch), staged, lands=True)
+            self._cross(call, self._bounced(call, batch), staged, lands=True)
         else:
             for run in batch.runs:
                 for taken in call.taken:
                     slots = call.slots_of(run, taken)
-                    self._cross(slots, staged[run.rows, taken.of_row], lands=True)
-        return None if there is None else self._stream.hash(staged, there=there)
+                    self._cross(call, slots, staged[run.rows, taken.of_row], lands=True)
+        return None if there is None else self._hash_there(call, batch, staged, there)
 
     def _look(self, call: _Call, batch: _Batch) -> torch.Tensor:
         """Begin to hash a batch that stays where it is."""
-        staged = self._buffer(self._staged, call, batch)
-        call.on_device.gather(self._stream, call.block_ids[batch.places], staged)
-        return self._stream.hash(staged, there=self._stream.mark())
+        block_ids, _ = call.send(batch)
+        staged = self._staged(call, batch)
+        call.on_device.gather(call.stream, block_ids, staged)
+        return self._hash_there(call, batch, staged, call.stream.mark())
 
     def _land(self, call: _Call, batch: _Batch) -> None:
         """End to save a batch whose bytes are in the host's memory."""
@@ -715,18 +747,20 @@ class StagedCopier(BlockCopier):
 
     def _in(self, call: _Call, batch: _Batch) -> torch.Tensor | None:
         """Begin to load a batch; returns as `_out`."""
-        staged = self._buffer(self._staged, call, batch)
+        block_ids, addresses = call.send(batch)
+        staged = self._staged(call, batch)
         if batch.by_kernel:
-            self._move(call, batch, staged, to_host=False)
+            call.stream.move(staged.view(-1, call.moved), addresses, to_host=False)
         elif batch.runs is None:
-            self._cross(staged, self._bounced_in(call, batch))
+            self._cross(call, staged, self._bounced_in(call, batch))
         else:
             for run in batch.runs:
                 for taken in call.taken:
-                    self._cross(staged[run.rows, taken.of_row], call.slots_of(run, taken))
-        there = self._stream.mark() if call.device_hashes else None
-        call.on_device.scatter(self._stream, call.block_ids[batch.places], staged)
-        return None if there is None else self._stream.hash(staged, there=there)
+                    slots = call.slots_of(run, taken)
+                    self._cross(call, staged[run.rows, taken.of_row], slots)
+        there = call.stream.mark() if call.device_hashes else None
+        call.on_device.scatter(call.stream, block_ids, staged)
+        return None if there is None else self._hash_there(call, batch, staged, there)
 
     def _landed(self, call: _Call, batch: _Batch) -> None:
         """End to load a batch that is in its blocks."""
@@ -736,7 +770,7 @@ class StagedCopier(BlockCopier):
     def _bounce_out(self, call: _Call, batch: _Batch) -> None:
         """Copy the batch's rows from a buffer of the host to their slots. What the host hashes is
         what it has written."""
-        rows = self._buffer(self._bounced, call, batch).numpy().view(np.uint8)
+        rows = self._bounced(call, batch).numpy().view(np.uint8)
         stored = call.copy.slots[:, : call.on_device.row_bytes]
         sums = self._host_rows.copy(
             *(stored, rows, batch.slot_ids, np.arange(len(rows))),
@@ -750,7 +784,7 @@ class StagedCopier(BlockCopier):
         """Copy what is taken of the batch's slots to rows of a buffer of the host, which this
         returns. What the host hashes is what it has written, or what it has read after that: a slot
         may have changed since."""
-        buffer = self._buffer(self._bounced, call, batch)
+        buffer = self._bounced(call, batch)
         rows = buffer.numpy().view(np.uint8)
         places = np.arange(len(rows))
         stored = call.copy.slots
@@ -774,16 +808,14 @@ class StagedCopier(BlockCopier):
             call.sums[batch.places] = sums
         return buffer
 
-    def _move(self, call: _Call, batch: _Batch, staged: torch.Tensor, *, to_host: bool) -> None:
-        """Have a kernel copy between rows of the device and slots."""
-        self._stream.move(staged.view(-1, call.moved), call.rows_of(batch), to_host=to_host)
-
-    def _cross(self, target: torch.Tensor, source: torch.Tensor, *, lands: bool = False) -> None:
+    def _cross(
+        self, call: _Call, target: torch.Tensor, source: torch.Tensor, *, lands: bool = False
+    ) -> None:
         """Copy between the host and the device; `lands` says that the host's memory is written."""
         if not source.numel():
             return
         copy = partial(target.copy_, source, non_blocking=True)
-        self._stream.launch(copy, host=target if lands else source, lands=lands)
+        call.stream.launch(copy, host=target if lands else source, lands=lands)
 
     def _hash(self, call: _Call, batch: _Batch) -> None:
         """Hash the batch's slots."""
@@ -791,14 +823,25 @@ class StagedCopier(BlockCopier):
         sums = self._host_rows.hash(stored, batch.slot_ids, call.states(batch))
         call.sums[batch.places] = sums
 
-    def _buffer(self, pair: list[torch.Tensor], call: _Call, batch: _Batch) -> torch.Tensor:
-        """Int8 `(n, row_bytes)`: the batch's part of a staging buffer."""
-        nbytes = self._rows * self._layout.slot_bytes
-        if not pair:
-            on_device = pair is self._staged
-            make = self._stream.device_buffer if on_device else self._stream.host_buffer
-            # Both or neither: where memory lacks for the second, the next copy asks for both again.
-            pair += [make(nbytes), make(nbytes)]
-        size = call.on_device.row_bytes
-        count = len(batch.slot_ids)
-        return pair[batch.buffer][: count * size].view(count, size)
+    def _hash_there(
+        self, call: _Call, batch: _Batch, staged: torch.Tensor, there: object
+    ) -> torch.Tensor:
+        """Have the device hash the batch's rows; returns where the checksums will be."""
+        sums: torch.Tensor = batch.staging.sums[: len(staged)]
+        call.stream.hash(staged, there=there, sums=sums)
+        return sums
+
+    def _staged(self, call: _Call, batch: _Batch) -> torch.Tensor:
+        """Int8 `(n, row_bytes)`: the batch's rows on the device."""
+        return _rows(batch.staging.rows, call, batch)
+
+    def _bounced(self, call: _Call, batch: _Batch) -> torch.Tensor:
+        """The same on the host."""
+        return _rows(batch.staging.bounced, call, batch)
+
+
+def _rows(buffer: torch.Tensor, call: _Call, batch: _Batch) -> torch.Tensor:
+    size = call.on_device.row_bytes
+    count = len(batch.slot_ids)
+    rows: torch.Tensor = buffer[: count * size].view(count, size)
+    return rows

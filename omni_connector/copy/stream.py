@@ -19,6 +19,10 @@ class Stream(ABC):
     """
 
     @abstractmethod
+    def beside(self) -> "Stream":
+        """Another stream of the same device, for other work. It uses what this one has pinned."""
+
+    @abstractmethod
     def active(self) -> AbstractContextManager[object]:
         """While entered, `launch` puts work on this stream."""
 
@@ -81,33 +85,31 @@ class Stream(ABC):
         """
 
     @abstractmethod
-    def to_device(self, ids: NDArray[np.int64]) -> torch.Tensor:
-        """A copy of `ids` on the device, complete when this returns.
+    def can_hash(self, nbytes: int) -> bool:
+        """Whether the device hashes rows of so many bytes."""
+
+    @abstractmethod
+    def prepare_hash(self, nbytes: int) -> None:
+        """Allocate the memory that `hash` takes for rows of so many bytes in all.
 
         Raises:
             RuntimeError: there is no memory.
         """
 
     @abstractmethod
-    def can_hash(self, nbytes: int) -> bool:
-        """Whether the device hashes rows of so many bytes."""
-
-    @abstractmethod
-    def hash(self, rows: torch.Tensor, *, there: object) -> torch.Tensor:
+    def hash(self, rows: torch.Tensor, *, there: object, sums: torch.Tensor) -> None:
         """Have the device hash rows later, beside the work of this stream. A later `mark` is
         reached when that is done, too.
 
         Args:
-            rows: int8 `(n, nbytes)` in the device's memory, contiguous, of which it can. Nobody may
-                write them before that.
+            rows: int8 `(n, nbytes)` in the device's memory, contiguous, of which it can, and no
+                more bytes than it is prepared for. Nobody may write them before that.
             there: what `mark` has returned when the work that writes them was put on this stream.
-
-        Returns:
-            Int64 `(n,)` in the host's memory: xxh3-64 of each row, which nobody may read before it
-            is finished.
+            sums: int64 `(n,)` of a `host_buffer`: gets xxh3-64 of each row, which nobody may read
+                before it is finished.
 
         Raises:
-            RuntimeError: there is no memory, or the device has failed.
+            RuntimeError: the device has failed.
         """
 
     @abstractmethod

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.copy.prefix_jobs import StoreLoadSpec, StoreSaveSpec
 from omni_connector.copy.threads import CLOSE_S, CopyThread, Outcome, Work
-from omni_connector.errors import ChecksumError, OmniError
+from omni_connector.errors import ChecksumError, DeviceMemoryError, OmniError
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.runtime.context import EngineContext
@@ -174,6 +174,8 @@ class StoreJobs:
                     else:  # readers that find the mark look for the blocks
                         self._mark(staging, marks.pop())
                     yield True
+            except DeviceMemoryError:  # of all jobs, and logged at the start
+                self._events.append(("store_save_failed", 1))
             except Exception:  # the engine does not need the save
                 logger.exception("Copying KV blocks for the shared store failed")
                 self._events.append(("store_save_failed", 1))

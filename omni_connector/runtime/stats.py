@@ -6,6 +6,7 @@ from typing import Final, Protocol
 
 from omni_connector.errors import (
     ChecksumError,
+    DeviceMemoryError,
     PeerRefusedError,
     PeerUnreachableError,
     StaleSlotError,
@@ -25,6 +26,7 @@ _KINDS: Final[dict[type[Exception], str]] = {
     ChecksumError: "checksum_mismatch",
     PeerUnreachableError: UNREACHABLE,
     PeerRefusedError: "peer_refused",
+    DeviceMemoryError: "no_device_memory",
 }
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks to slots and back: every byte where it belongs, and no other byte touched."""
 
+import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -17,7 +19,8 @@ from omni_connector.copy.copier import BlockCopy, SumRows
 from omni_connector.copy.host import CpuCopier
 from omni_connector.copy.native import begin, resume
 from omni_connector.copy.staged import StagedCopier
-from omni_connector.errors import LayoutError
+from omni_connector.copy.staging import WORDS
+from omni_connector.errors import DeviceMemoryError, LayoutError
 from omni_connector.kv import parts
 from omni_connector.kv.canonical import (
     GroupSpec,
@@ -28,6 +31,7 @@ from omni_connector.kv.canonical import (
 )
 from omni_connector.kv.convert import PageRun
 from omni_connector.kv.parts import inner_ends
+from omni_connector.runtime.stats import failure_kind
 
 thorough = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
@@ -646,31 +650,108 @@ def test_a_loads_checksum_is_of_the_bytes_loaded_even_when_the_slot_is_rewritten
         assert value == bytes_loaded or value != digest(original.tobytes())
 
 
-@pytest.mark.parametrize("lacking", range(4))
-def test_after_an_allocation_that_failed_the_next_copy_has_both_staging_buffers(
-    kv, monkeypatch, lacking
+def little_memory(kv, left):
+    """A stream of a device that has so many bytes, and none any more once a copier was made."""
+
+    def take(nbytes):
+        nonlocal left
+        left -= nbytes
+
+    class Little(kv.HostStream):
+        def device_buffer(self, nbytes):
+            if nbytes > left:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+            memory = np.empty(nbytes, np.int8)
+            take(nbytes)
+            weakref.finalize(memory, take, -nbytes)
+            return torch.from_numpy(memory)
+
+    return Little(hashes=True)
+
+
+@pytest.mark.parametrize(("slots_of_memory", "held"), [(40, 8), (31, 4), (4, 1)])
+def test_staging_is_allocated_at_the_start_and_shrinks_where_memory_lacks(
+    kv, caplog, slots_of_memory, held
 ):
-    """Of two on the device and two on the host."""
-    cache = kv.build("LBHNC", 5, [[kv.Shape(1, 1, 1, 8)]], seed=1)
+    cache = kv.build("LBHNC", 9, [[kv.Shape(1, 1, 1, 1 << 18)]], seed=1)
     canonical, layout = opened(cache)
-    stream = kv.HostStream()
-    calls = iter(range(100))
-    empty = torch.empty
+    slots = np.zeros((9, layout.slot_bytes), np.uint8)
+    stream = little_memory(kv, slots_of_memory * layout.slot_bytes + 4 * 8 * WORDS)
+    copier = StagedCopier(canonical, layout, stream, staging_bytes=8 * layout.slot_bytes)
+    assert ("copies are slower" in caplog.text) == (held < 8)
+    assert "CUDA out of memory" in caplog.text or held == 8
+    stream.device_buffer = stream.host_buffer = None  # nothing is allocated any more
+    expected = [xxhash.xxh3_64_intdigest(cache.slot(0, block)) for block in range(9)]
+    copy = BlockCopy(0, ids(range(9)), slots, ids(range(9)), checksum=True)
+    assert copier.save(copy).tolist() == expected
+    assert copier.hash_blocks(0, ids(range(9)), fence=None).tolist() == expected
+    copier.zero(0, ids(range(9)))
+    assert not cache.buffer.any()
+    stream.log.clear()
+    assert copier.load(copy).tolist() == expected
+    assert sum(verb == "finish" for verb, _ in stream.log) == -(-9 // held) + 1
 
-    def allocate(*args, **kwargs):
-        if next(calls) == lacking:
-            raise RuntimeError("out of memory")
-        return empty(*args, **kwargs)
 
-    copier = StagedCopier(canonical, layout, stream, staging_bytes=1)
-    slots = np.zeros((5, layout.slot_bytes), np.uint8)
-    copy = BlockCopy(0, ids([0, 1, 2]), slots, ids([4, 3, 2]), checksum=True)
-    monkeypatch.setattr(torch, "empty", allocate)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        copier.save(copy)
-    sums = copier.save(copy)
-    expected = [xxhash.xxh3_64_intdigest(cache.slot(0, block).tobytes()) for block in range(3)]
-    assert sums.tolist() == expected
+def test_without_memory_for_staging_each_copy_fails_by_name_and_blocks_are_zeroed(kv, caplog):
+    cache = kv.build("LBHNC", 3, [[kv.Shape(1, 1, 1, 1 << 18)]], seed=1)
+    canonical, layout = opened(cache)
+    copier = StagedCopier(canonical, layout, little_memory(kv, layout.slot_bytes))
+    assert "No KV is saved or loaded" in caplog.text
+    slots = np.zeros((3, layout.slot_bytes), np.uint8)
+    copy = BlockCopy(0, ids([0]), slots, ids([1]), checksum=True)
+    for work in (copier.save, copier.load):
+        with pytest.raises(DeviceMemoryError, match="staging buffers") as caught:
+            work(copy)
+        assert failure_kind(caught.value, "other") == "no_device_memory"
+    kept = cache.slot(0, 1).copy()
+    copier.zero(0, ids([0, 2]))
+    assert not cache.slot(0, 0).any()
+    assert not cache.slot(0, 2).any()
+    np.testing.assert_array_equal(cache.slot(0, 1), kept)
+    copier.close()
+
+
+def test_a_load_that_is_ready_ends_while_a_saves_fence_is_closed(kv):
+    """Neither the save's stream nor its lock is in the load's way."""
+    opens = threading.Event()
+    begun = threading.Event()
+
+    class Fenced(kv.HostStream):
+        """Does the work behind the fence of a save when that opens."""
+
+        def __init__(self):
+            super().__init__()
+            self.fenced = False
+
+        def beside(self):
+            return Fenced()
+
+        def wait(self, fence):
+            self.fenced |= fence == "closed"
+
+        def finish(self, mark):
+            if self.fenced:
+                begun.set()
+                assert opens.wait(60)
+
+    cache = kv.build("LBHNC", 4, [[kv.Shape(2, 2, 2, 8)]], seed=1)
+    canonical, layout = opened(cache)
+    copier = StagedCopier(canonical, layout, Fenced())
+    slots = random_slots(4, layout)
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            save = BlockCopy(0, ids([0]), slots, ids([0]), checksum=False, fence="closed")
+            saving = pool.submit(copier.save, save)
+            assert begun.wait(60)
+            load = BlockCopy(0, ids([1]), slots, ids([1]), checksum=False)
+            pool.submit(copier.load, load).result(60)
+            pool.submit(copier.zero, 0, ids([2])).result(60)
+            assert not saving.done()
+        finally:
+            opens.set()
+    np.testing.assert_array_equal(cache.slot(0, 1), slots[1, :64])
+    np.testing.assert_array_equal(cache.slot(0, 0), slots[0, :64])
+    copier.close()
 
 
 def test_slots_are_pinned_piece_by_piece_and_no_copy_crosses_from_one_to_the_next(kv):
@@ -682,7 +763,7 @@ def test_slots_are_pinned_piece_by_piece_and_no_copy_crosses_from_one_to_the_nex
 
     class Stream(kv.HostStream):
         def launch(self, work, *, host=None, lands=False):
-            if host is not None:
+            if host is not None and host.dtype == torch.int8:  # no ids
                 first = (host.data_ptr() - slots.ctypes.data) / layout.slot_bytes
                 of_slots = 0 <= first < len(slots)
                 crossed.append((first, len(host)) if of_slots else "a buffer")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from omni_connector.copy import device_hash
 from omni_connector.copy.cuda import CudaStream
-from omni_connector.copy.device_hash import DeviceHash, hashable
+from omni_connector.copy.device_hash import DeviceHash, hashable, room_words
 from omni_connector.runtime.machine_code import code_is_denied, compiled, kernel
 
 needs_code = pytest.mark.skipif(code_is_denied(), reason="compiled code may not run here")
@@ -46,7 +46,7 @@ def on_host() -> OnHost:
 
 @needs_code
 @given(
-    count=st.integers(1, 5),
+    count=st.integers(1, 40),
     nbytes=st.one_of(
         st.integers(4, 200).map(lambda stripes: 64 * stripes),
         # About whole blocks.
@@ -58,7 +58,8 @@ def test_the_kernels_hash_as_xxhash_does(
     on_host: OnHost, count: int, nbytes: int, seed: int
 ) -> None:
     content = np.random.default_rng(seed).integers(0, 256, (count, nbytes), np.uint8)
-    found = on_host(torch.from_numpy(content.view(np.int8))).numpy().view(np.uint64)
+    room = torch.empty(room_words(content.nbytes), dtype=torch.int64)
+    found = on_host(torch.from_numpy(content.view(np.int8)), room).numpy().view(np.uint64)
     assert found.tolist() == [xxhash.xxh3_64_intdigest(row.data) for row in content]
 
 
@@ -85,10 +86,12 @@ def test_a_device_hashes_behind_what_its_stream_has_to_do_before() -> None:
     stream = CudaStream(device)
     assert stream.can_hash(4096)
     rows = torch.zeros((64, 1 << 20), dtype=torch.int8, device=device)
+    stream.prepare_hash(rows.numel())
+    sums = stream.host_buffer(8 * len(rows)).view(torch.int64)
     torch.cuda.synchronize()
     with stream.active():
         rows.fill_(7)
-        sums = stream.hash(rows, there=stream.mark())
+        stream.hash(rows, there=stream.mark(), sums=sums)
     stream.finish(stream.mark())
     expected = xxhash.xxh3_64_intdigest(bytes([7]) * (1 << 20))
     assert sums.numpy().view(np.uint64).tolist() == [expected] * 64

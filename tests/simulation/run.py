@@ -58,6 +58,7 @@ _FAULTS: Final = {
     "job_failed",
     "load_failed",
     "malformed_answer",
+    "no_device_memory",
     "not_computed",
     "not_introduced",
     "other_epoch",

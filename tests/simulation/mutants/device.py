@@ -12,11 +12,9 @@ from tests.simulation.mutants.faults import mutant
 _WORKER: Final = "omni_connector.vllm_v1.worker"
 _STAGING: Final = "omni_connector.copy.staged"
 _PINNING: Final = "omni_connector.copy.pinning"
-_FINISH: Final = "                self._stream.finish(mark)\n"
-_GATHER: Final = (
-    "        call.on_device.gather(self._stream, call.block_ids[batch.places], staged)\n"
-)
-_THERE: Final = "        there = self._stream.mark() if call.device_hashes else None\n"
+_FINISH: Final = "                stream.finish(mark)\n"
+_GATHER: Final = "        call.on_device.gather(call.stream, block_ids, staged)\n"
+_THERE: Final = "        there = call.stream.mark() if call.device_hashes else None\n"
 
 DEVICE: Final = (
     mutant(
@@ -69,7 +67,7 @@ DEVICE: Final = (
         "the stream of copies goes on although it was given a fence",
         (
             _STAGING,
-            "                self._stream.wait(call.copy.fence)\n",
+            "                stream.wait(call.copy.fence)\n",
             "                pass\n",
         ),
     ),
@@ -78,18 +76,18 @@ DEVICE: Final = (
         "a load has ended while its blocks are still to be zeroed",
         (
             _STAGING,
-            "                self._groups[group].zero(self._stream, on_device)\n"
-            "            finally:\n"
-            "                self._stream.finish(None)\n",
-            "                self._groups[group].zero(self._stream, on_device)\n"
-            "            finally:\n"
-            "                pass\n",
+            "                        self._groups[group].zero_each(stream, some)\n"
+            "                finally:\n"
+            "                    stream.finish(None)\n",
+            "                        self._groups[group].zero_each(stream, some)\n"
+            "                finally:\n"
+            "                    pass\n",
         ),
     ),
     mutant(
         "device: one staging buffer",
         "a buffer is filled again before what was in it has arrived",
-        (_STAGING, "            yield _Batch(number % 2, ", "            yield _Batch(0, "),
+        (_STAGING, "yield _Batch(buffers[number % 2], ", "yield _Batch(buffers[0], "),
     ),
     mutant(
         "device: slots are published too soon",
@@ -119,9 +117,8 @@ DEVICE: Final = (
         ),
         (
             _STAGING,
-            " write blocks, after an error.\n                self._stream.finish(None)\n",
-            "\n                if end == self._land:\n"
-            "                    self._stream.finish(None)\n",
+            " write blocks, after an error.\n                stream.finish(None)\n",
+            "\n                if end == self._land:\n                    stream.finish(None)\n",
         ),
     ),
     mutant(
@@ -129,8 +126,8 @@ DEVICE: Final = (
         "what is launched is in no order with the fence that was waited for",
         (
             _STAGING,
-            "        with self._lock, self._stream.active():\n            call = self._sent(",
-            "        with self._lock:\n            call = self._sent(",
+            "        with call.direction.lock, stream.active():\n",
+            "        with call.direction.lock:\n",
         ),
     ),
     mutant(
@@ -228,8 +225,8 @@ DEVICE: Final = (
         "a kernel of the device is given slots that were not pinned yet",
         (
             _STAGING,
-            "by_kernel = call.rows is not None and pieces is not None",
-            "by_kernel = call.rows is not None",
+            "by_kernel = for_kernels and pieces is not None",
+            "by_kernel = for_kernels",
         ),
     ),
     mutant(
@@ -256,12 +253,21 @@ DEVICE: Final = (
         ),
     ),
     mutant(
-        "device: half of the buffers",
-        "after a failed allocation there is one of two staging buffers, for ever",
+        "device: one stream for both ways",
+        "a load stands behind a save that waits for the engine's work",
         (
             _STAGING,
-            "            pair += [make(nbytes), make(nbytes)]\n",
-            "            for _ in range(2):\n                pair.append(make(nbytes))\n",
+            "        self._loads = Direction(stream.beside())\n",
+            "        self._loads = Direction(stream)\n",
+        ),
+    ),
+    mutant(
+        "device: asked again at once",
+        "a thread asks without end for what a device does not pin",
+        (
+            _PINNING,
+            "                piece.retry_at = now + piece.backoff.failed()\n",
+            "                piece.retry_at = now\n",
         ),
     ),
 )

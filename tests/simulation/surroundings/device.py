@@ -8,8 +8,9 @@ reads poison; and of two writers without a fence between them either comes last,
 piece of work is split where it can be.
 """
 
+import copy as copying
 import ctypes
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -44,6 +45,12 @@ _WHILE_IT_CAPTURES: Final = 6
 
 _EVER: Final = 3
 """How often what is refused that often is refused for ever."""
+
+_FAILED: Final = 700
+"""CUDA's error of an illegal address, with which every later call of the process fails."""
+
+_SPINS: Final = 200
+"""Calls in vain at one moment, by which a thread is known to spin."""
 
 _Work = Callable[[], object]
 
@@ -123,12 +130,15 @@ class Device(Actor):
     Args:
         world: that it lives in.
         owner: the engine's incarnation.
-        failing: how often an allocation fails, and `finish` finds that the device has failed.
+        failing: how often an allocation fails, and `finish` finds that the device has failed, for
+            this and all later calls of the rank.
 
     Attributes:
         engine: the engine's own stream.
         closing: whether the engine ends, whose thread may then wait.
         capturing: whether the engine captures a graph, so that no other thread may pin.
+        copies: "save" or "load" while the copier does one.
+        forbids_buffers: whether copies may not cross through buffers of the host.
     """
 
     def __init__(self, world: World, owner: str, failing: tuple[float, float]) -> None:
@@ -138,6 +148,9 @@ class Device(Actor):
         self.others = Queue()
         self.closing = False
         self.capturing = False
+        self.copies = ""
+        self.forbids_buffers = False
+        self._in_vain: Counter[tuple[float, int]] = Counter()  # calls by moment and address
         self._refusals: dict[int, list[int]] = {}  # codes that are left, by address
         self._failing = failing
         self._queues = [self.engine, self.others]
@@ -198,8 +211,17 @@ class Device(Actor):
             return codes[0]
         return codes.pop() if codes else 0
 
+    def in_vain(self, address: int = 0) -> None:
+        """A call has failed, for memory there: whoever goes on with that at once spins."""
+        call = self.world.now, address
+        self._in_vain[call] += 1
+        if self._in_vain[call] > _SPINS:
+            self.blame(Violation("hangs", f"a thread spins at calls of {self.name} that fail"))
+
     def refuses_for_ever(self, address: int) -> bool:
         """Whether it never pins what lies there."""
+        if any(queue.failed for queue in self._queues):
+            return True
         return len(self._refusals.get(address, ())) == _EVER
 
     def fails(self) -> bool:
@@ -243,9 +265,6 @@ class SimulatedStream(Stream):
     Args:
         device: whose.
         queue: its work.
-
-    Attributes:
-        forbids_buffers: whether copies may not cross through buffers of the host.
     """
 
     def __init__(self, device: Device, queue: Queue) -> None:
@@ -254,13 +273,28 @@ class SimulatedStream(Stream):
         self._hashing = device.queue()
         self._entered = 0
         self._closed = False
-        self.forbids_buffers = False
+        self._waits_in: set[str] = set()  # which copies have waited for a fence
+        self._process = [queue, self._hashing]  # an error of one stream is the process's
         self._hashes = device.world.chance(0.6)
         self._moves = device.world.chance(0.6)
         # Addresses of the host's memory that the device may use: a piece may not be left in a copy.
         self._host: list[tuple[int, int]] = []
         self._buffers: list[tuple[int, int]] = []  # of these, what are no slots
         self._used: list[tuple[int, int]] = []  # of it, by work that is not done
+
+    def beside(self) -> "SimulatedStream":
+        other = copying.copy(self)  # they share what is pinned
+        other._queue = self._device.queue()
+        other._hashing = self._device.queue()
+        other._waits_in = set()
+        self._process += [other._queue, other._hashing]
+        return other
+
+    def _require(self) -> None:
+        """Raise if the device has failed: for a process that is so until it ends."""
+        if self._queue.failed:
+            self._device.in_vain()
+            raise DeviceFailed("the device has failed")
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -271,8 +305,7 @@ class SimulatedStream(Stream):
             self._entered -= 1
 
     def launch(self, work: _Work, *, host: torch.Tensor | None = None, lands: bool = False) -> None:
-        if self._queue.failed:
-            raise DeviceFailed("the device has failed")
+        self._require()
         # As with CUDA, what is launched outside goes to a stream that no fence is waited for on.
         queue = self._queue if self._entered else self._device.others
         if host is None:
@@ -281,7 +314,8 @@ class SimulatedStream(Stream):
         extent = _extent(host)
         if not any(_within(extent, piece) for piece in self._host):
             raise Violation("wrong_bytes", "a device copies to memory that is not pinned")
-        if self.forbids_buffers and any(_within(extent, piece) for piece in self._buffers):
+        crosses = self._device.forbids_buffers and host.dtype == torch.int8  # and no ids
+        if crosses and any(_within(extent, piece) for piece in self._buffers):
             raise Violation("slow", "a copy of slots that are pinned passes through a buffer")
         if lands:
             host.fill_(_POISON)
@@ -300,12 +334,16 @@ class SimulatedStream(Stream):
         return (self._device.engine if is_engine else self._device.others).mark()
 
     def reached(self, fence: object) -> bool:
+        self._require()
         assert isinstance(fence, Event)
         return fence.done
 
     def wait(self, fence: object) -> None:
         if not isinstance(fence, Event):
             raise TypeError(f"not a fence of this device: {fence!r}")
+        self._waits_in |= {self._device.copies} - {""}
+        if len(self._waits_in) > 1:
+            self._device.blame(Violation("slow", "loads stand behind the fences of saves"))
         self._queue.wait(fence)
 
     def mark(self) -> "tuple[Event, Event]":
@@ -316,35 +354,34 @@ class SimulatedStream(Stream):
             self._device.world.forbid_engine("an accelerator's copy")
         if self._device.fails():
             self._device.world.tell(f"a stream of {self._device.name} fails")
-            self._queue.fail()
-            self._hashing.fail()
-        if self._queue.failed:
-            raise DeviceFailed("the device has failed")
+            for queue in self._process:
+                queue.fail()
+        self._require()
         events = mark if isinstance(mark, tuple) else self.mark()
         for event, queue in zip(events, (self._queue, self._hashing), strict=True):
             self._device.finish(event, queue)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
+        self._require()
         buffer = self._device.allocate(nbytes)
         self._host.append(_extent(buffer))
         self._buffers.append(_extent(buffer))
         return buffer
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
+        self._require()
         return self._device.allocate(nbytes)
-
-    def to_device(self, ids: NDArray[np.int64]) -> torch.Tensor:
-        self._device.allocate(0)
-        return torch.from_numpy(ids.copy())
 
     def can_hash(self, nbytes: int) -> bool:
         return self._hashes
 
-    def hash(self, rows: torch.Tensor, *, there: object) -> torch.Tensor:
+    def prepare_hash(self, nbytes: int) -> None:
+        self._device.allocate(0)
+
+    def hash(self, rows: torch.Tensor, *, there: object, sums: torch.Tensor) -> None:
         assert isinstance(there, tuple)
-        if self._queue.failed:
-            raise DeviceFailed("the device has failed")
-        sums = self.host_buffer(8 * len(rows)).view(torch.int64)
+        self._require()
+        sums.fill_(_POISON)
 
         def work() -> None:
             found = [xxhash.xxh3_64_intdigest(row.data) for row in rows.numpy()]
@@ -352,29 +389,33 @@ class SimulatedStream(Stream):
 
         self._hashing.wait(there[0])
         self._device.launch(self._hashing, work)
-        return sums
 
     def can_move(self, nbytes: int) -> bool:
         return self._moves and not nbytes % 16
 
     def move(self, staged: torch.Tensor, rows: torch.Tensor, *, to_host: bool) -> None:
-        nbytes = staged.shape[1]
-        hosts = []
-        for address in rows.tolist():
-            there = torch.frombuffer(
-                (ctypes.c_int8 * nbytes).from_address(address), dtype=torch.int8
-            )
-            hosts.append(there)
-        for row, there in zip(staged, hosts, strict=True):
-            copy = partial(there.copy_, row) if to_host else partial(row.copy_, there)
-            self.launch(copy, host=there, lands=to_host)
+        self._require()
+        for row, address in zip(staged, rows, strict=True):
+            self._device.launch(self._queue, partial(self._move, row, address, to_host=to_host))
+
+    def _move(self, row: torch.Tensor, address: torch.Tensor, *, to_host: bool) -> None:
+        start = int(address)  # which the device has only by now
+        if not any(_within((start, start + len(row)), piece) for piece in self._host):
+            raise Violation("wrong_bytes", "a kernel reaches memory that is not pinned")
+        there = torch.frombuffer((ctypes.c_int8 * len(row)).from_address(start), dtype=torch.int8)
+        if to_host:
+            there.copy_(row)
+        else:
+            row.copy_(there)
 
     def pin(self, slots: NDArray[np.uint8]) -> int:
         assert not self._closed
         piece = _addresses(slots)
         if piece in self._host:
             raise Violation("wrong_bytes", "a device is to pin what it has pinned")
-        if code := self._device.refusal(piece[0]):
+        code = _FAILED if self._queue.failed else self._device.refusal(piece[0])
+        if code:
+            self._device.in_vain(piece[0])
             return code
         self._host.append(piece)
         return 0
@@ -457,29 +498,31 @@ class DeviceCopier:
 
     def save(self, copy: BlockCopy, **options: Any) -> Any:
         """As the copier for devices."""
-        with self._looking(copy):
+        with self._looking(copy, "save"):
             return self._inner.save(copy, **options)
 
     def load(self, copy: BlockCopy) -> Any:
         """As the copier for devices."""
-        with self._looking(copy):
+        with self._looking(copy, "load"):
             return self._inner.load(copy)
 
     def load_pages(self, copy: BlockCopy, *pages: Any) -> Any:
         """As the copier for devices."""
-        with self._looking(copy):
+        with self._looking(copy, "load"):
             return self._inner.load_pages(copy, *pages)
 
     @contextmanager
-    def _looking(self, copy: BlockCopy) -> Iterator[None]:
+    def _looking(self, copy: BlockCopy, verb: str) -> Iterator[None]:
         self.look()
-        stream = self._stream
+        stream, device = self._stream, self._device
         whole = not self._inner.direct_bytes and stream.has_pinned(copy.slots, copy.slot_ids)
-        stream.forbids_buffers = whole
+        device.forbids_buffers = whole
+        device.copies = verb
         try:
             yield
         finally:
-            stream.forbids_buffers = False
+            device.forbids_buffers = False
+            device.copies = ""
 
     def pin(self, slots: NDArray[np.uint8]) -> int:
         """As the copier for devices."""
