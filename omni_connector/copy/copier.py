@@ -16,6 +16,9 @@ from omni_connector.kv.convert import PageRun
 
 _OF_NOTHING: Final = xxhash.xxh3_64_intdigest(b"")
 
+Landed = Callable[[slice, NDArray[np.uint64]], object]
+"""Takes the places of some blocks of a copy, and the checksums of their slots."""
+
 
 class SumRows(NamedTuple):
     """Where a save writes the sums of checksums at the inner ends of parts; see `kv.parts`.
@@ -97,13 +100,19 @@ class BlockCopier(ABC):
         """Whether a copy with this fence would not wait for it. Never waits itself."""
 
     def save(
-        self, copy: BlockCopy, *, cancelled: Callable[[], bool] | None = None
+        self,
+        copy: BlockCopy,
+        *,
+        cancelled: Callable[[], bool] | None = None,
+        landed: Landed | None = None,
     ) -> NDArray[np.uint64] | None:
         """Copy blocks to slots.
 
         Args:
             copy: what is copied.
             cancelled: asked now and then between blocks; once true, the copy is given up.
+            landed: called for blocks whose slots are complete, until it has been called for all. A
+                device copies the next ones meanwhile.
 
         Returns:
             The checksum of each slot `(n,)`, zeros if none were asked for; None if cancelled,
@@ -115,9 +124,12 @@ class BlockCopier(ABC):
         self._check(copy)
         if not copy.slots.flags.writeable:
             raise ValueError("slots to be written are read-only")
-        if not self._layout.group_bytes[copy.group]:
-            return _sums_of_nothing(copy)
-        return self._copy(copy, True, cancelled)
+        if self._layout.group_bytes[copy.group]:
+            return self._copy(copy, True, cancelled, landed)
+        sums = _sums_of_nothing(copy)
+        if landed is not None:
+            landed(slice(0, len(sums)), sums)
+        return sums
 
     def load(self, copy: BlockCopy) -> NDArray[np.uint64]:
         """Copy slots to blocks.
@@ -134,7 +146,7 @@ class BlockCopier(ABC):
         self._check(copy)
         if not self._layout.group_bytes[copy.group]:
             return _sums_of_nothing(copy)
-        sums = self._copy(copy, False, None)
+        sums = self._copy(copy, False, None, None)
         assert sums is not None  # only a cancelled copy has none
         return sums
 
@@ -238,7 +250,11 @@ class BlockCopier(ABC):
 
     @abstractmethod
     def _copy(
-        self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
+        self,
+        copy: BlockCopy,
+        saving: bool,
+        cancelled: Callable[[], bool] | None,
+        landed: Landed | None,
     ) -> NDArray[np.uint64] | None:
         """What `save` and `load` do, with arrays that fit."""
 

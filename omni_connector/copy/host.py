@@ -11,7 +11,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.copy.copier import BlockCopier, BlockCopy, consecutive
+from omni_connector.copy.copier import BlockCopier, BlockCopy, Landed, consecutive
 from omni_connector.copy.host_rows import SHARED_BYTES, Sharing, begin_hashing, in_parts
 from omni_connector.copy.native import (
     ALIGNMENT,
@@ -174,6 +174,18 @@ class CpuCopier(BlockCopier):
         self._rows_of.cache_clear()
 
     def _copy(
+        self,
+        copy: BlockCopy,
+        saving: bool,
+        cancelled: Callable[[], bool] | None,
+        landed: Landed | None,
+    ) -> NDArray[np.uint64] | None:
+        sums = self._copy_all(copy, saving, cancelled)
+        if landed is not None and sums is not None:
+            landed(slice(0, len(sums)), sums)
+        return sums
+
+    def _copy_all(
         self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
     ) -> NDArray[np.uint64] | None:
         native = native_copy()

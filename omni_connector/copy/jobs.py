@@ -31,7 +31,7 @@ from omni_connector.transports.base import Endpoint
 logger = logging.getLogger("vllm.omni_connector.worker")
 
 BATCH_BYTES: Final = 8 << 20
-"""Bytes of blocks that a core copies, and a job publishes or reads, in one go."""
+"""Bytes of blocks that a core copies, and a job saves or reads, in one go."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -240,20 +240,21 @@ class Saver:
     ) -> Generator[bool, None, bool]:
         slots = spec.slots[places]
         generations = spec.generations[places]
+        size = self._layout.group_bytes[group]
+
+        def landed(some: slice, checksums: NDArray[np.uint64]) -> None:
+            keys = [spec.keys[place] for place in places[some].tolist()]
+            self._arena.publish_all(slots[some], generations[some], keys, size, checksums)
+
         self._arena.begin_writes(slots, generations)  # again, where it followed the forward pass
         yield True
-        checksums = copies.finish(group, places, cancelled)
-        if checksums is None:
+        if not copies.finish(group, places, cancelled, landed):
             return False
-        yield True
-        keys = [spec.keys[place] for place in places.tolist()]
-        size = self._layout.group_bytes[group]
-        self._arena.publish_all(slots, generations, keys, size, checksums)
         yield True
         return True
 
 
 def batch_blocks(layout: SlotLayout, speed: int = 1) -> list[int]:
-    """For each group the blocks that are copied and committed at once, so that a peer can read the
-    first ones while the last are still being copied; `speed` is that of the copier."""
+    """For each group the blocks that are copied in one go, before other jobs have their turn;
+    `speed` is that of the copier."""
     return [max(1, speed * BATCH_BYTES // max(1, size)) for size in layout.group_bytes]

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.copy.copier import BlockCopier, BlockCopy, SumRows
+from omni_connector.copy.copier import BlockCopier, BlockCopy, Landed, SumRows
 from omni_connector.copy.threads import UNTIL_NOTIFIED
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.kv.convert import PageRun
@@ -251,37 +251,50 @@ class LayeredSave:
         return None
 
     def finish(
-        self, group: int, places: NDArray[np.int64], cancelled: Callable[[], bool]
-    ) -> NDArray[np.uint64] | None:
+        self,
+        group: int,
+        places: NDArray[np.int64],
+        cancelled: Callable[[], bool],
+        landed: Landed,
+    ) -> bool:
         """Copy what is left of some blocks of a group, once the forward pass has ended.
 
         Args:
             group: the blocks' group.
             places: of the blocks, among all of the save.
-            cancelled: see `BlockCopier.save`.
+            cancelled, landed: see `BlockCopier.save`.
 
         Returns:
-            What `BlockCopier.save` does.
+            False if cancelled.
         """
         layer_ranges = self._layer_ranges[group]
         done = self._done[group]
         if not done or any(self._forward.repeated(each.layers) for each in layer_ranges[:done]):
-            return self._save_whole(group, places, cancelled)
+            return self._save_whole(group, places, cancelled, landed)
         for layer_range in layer_ranges[done:]:
             for batch in self._batches(places, layer_range):
                 if not self._copy(group, layer_range, batch, self._forward.fence, cancelled):
-                    return None
+                    return False
+        landed(slice(0, len(places)), self._checksums(group, places))
+        return True
+
+    def _checksums(self, group: int, places: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Of blocks all of whose layers are copied."""
         if self._hashed_at_end(group):
             block_ids = self._block_ids[places]
             return self._copier.hash_blocks(group, block_ids, fence=self._forward.fence)
         if self._checksum and self._states.get(group) is None:
-            sums = [self._digests[place].intdigest() for place in places.tolist()]
-            return np.array(sums, np.uint64)
+            digests = [self._digests[place].intdigest() for place in places.tolist()]
+            return np.array(digests, np.uint64)
         return self._sums[places]
 
     def _save_whole(
-        self, group: int, places: NDArray[np.int64], cancelled: Callable[[], bool]
-    ) -> NDArray[np.uint64] | None:
+        self,
+        group: int,
+        places: NDArray[np.int64],
+        cancelled: Callable[[], bool],
+        landed: Landed,
+    ) -> bool:
         """Copy whole slots, whatever was copied of them before."""
         some = _span(places)
         sums = self._sum_rows
@@ -289,7 +302,7 @@ class LayeredSave:
             sums = SumRows(sums.table, sums.generations[some])
         ids = self._block_ids[some], self._slots, self._slot_ids[some]
         whole = BlockCopy(group, *ids, self._checksum, self._forward.fence, sums=sums)
-        return self._copier.save(whole, cancelled=cancelled)
+        return self._copier.save(whole, cancelled=cancelled, landed=landed) is not None
 
     def _hashed_at_end(self, group: int) -> bool:
         """Whether checksums are made of whole blocks, when all layers are there: a device takes
@@ -406,11 +419,15 @@ class TracedCopier(BlockCopier):
         self._inner.close()
 
     def _copy(
-        self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
+        self,
+        copy: BlockCopy,
+        saving: bool,
+        cancelled: Callable[[], bool] | None,
+        landed: Landed | None,
     ) -> NDArray[np.uint64] | None:
         began = now()
         if saving:
-            checksums = self._inner.save(copy, cancelled=cancelled)
+            checksums = self._inner.save(copy, cancelled=cancelled, landed=landed)
         else:
             checksums = self._inner.load(copy)
         layer = self._layers.get(copy.group)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from omni_connector.copy.copier import BlockCopier, BlockCopy
+from omni_connector.copy.copier import BlockCopier, BlockCopy, Landed
 from omni_connector.copy.host_rows import HostRows, Sharing, begin_hashing, hashes_between
 from omni_connector.copy.native import LEAST_HASHED, begin
 from omni_connector.copy.staging import WORDS, Direction, Staging, allocate
@@ -485,11 +485,15 @@ class StagedCopier(BlockCopier):
         return call.sums
 
     def _copy(
-        self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
+        self,
+        copy: BlockCopy,
+        saving: bool,
+        cancelled: Callable[[], bool] | None,
+        landed: Landed | None,
     ) -> NDArray[np.uint64] | None:
         call = self._call_of_blocks(copy, self._saves if saving else self._loads)
         start, end = (self._out, self._land) if saving else (self._in, self._landed)
-        return call.sums if self._pump(call, cancelled, start, end) else None
+        return call.sums if self._pump(call, cancelled, start, end, landed) else None
 
     def _copy_pages(
         self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int, hashed: tuple[int, int]
@@ -684,8 +688,10 @@ class StagedCopier(BlockCopier):
         cancelled: Callable[[], bool] | None,
         start: Callable[[_Call, _Batch], torch.Tensor | None],
         end: Callable[[_Call, _Batch], None],
+        landed: Landed | None = None,
     ) -> bool:
-        """Run all batches; each ends while the next is under way. Returns False if cancelled."""
+        """Run all batches; each ends, and is given to `landed`, while the next is under way.
+        Returns False if cancelled."""
         stream = call.stream
         with call.direction.lock, stream.active():
             if call.copy.fence is not None:
@@ -698,6 +704,8 @@ class StagedCopier(BlockCopier):
                 end(call, batch)
                 if sums is not None:
                     call.sums[batch.places] = sums.numpy().view(np.uint64)
+                if landed is not None:
+                    landed(batch.places, call.sums[batch.places])
 
             try:
                 for batch in self._batches(call):

@@ -4,7 +4,7 @@
 The engine's thread submits a job and later asks what has ended. Where it has nothing
 to compute it helps with the copies (`shared_work.Helpers.lend`); else it waits for nothing.
 
-Copies share the bandwidth of memory, and on a device one stream. So *background jobs*, for which
+Copies share the bandwidth of memory, or that of a device's bus. So *background jobs*, for which
 nobody waits, step back while other jobs copy; see `CopyThread`.
 """
 

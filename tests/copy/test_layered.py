@@ -107,11 +107,17 @@ class Saving:
         count = len(self.blocks.block_ids)
         expected = np.zeros_like(self.slots)
         for group, places in self.blocks.batches([limit] * len(self.source.groups)):
-            sums = self.copies.finish(group, places, never)
-            for place, found in zip(places.tolist(), sums.tolist(), strict=True):
+            sums = {}
+
+            def landed(some, checksums, places=places, sums=sums):
+                sums.update(zip(places[some].tolist(), checksums.tolist(), strict=True))
+
+            assert self.copies.finish(group, places, never, landed)
+            for place, found in sums.items():
                 content = self.after.slot(group, self.blocks.block_ids[place])
                 expected[count - 1 - place, : len(content)] = content
                 assert found == (xxhash.xxh3_64_intdigest(content) if self.checksum else 0)
+            assert sums.keys() == set(places.tolist())
             self.check_sums(group, places)
         np.testing.assert_array_equal(self.slots, expected)
 
@@ -263,7 +269,7 @@ def test_a_save_that_is_cancelled_copies_no_more_of_its_layer(kv, make_copier, m
     cancelled.append(True)
     assert saving.end() == 3 * 64
     ((group, places),) = saving.blocks.batches([8])
-    assert saving.copies.finish(group, places, lambda: True) is None
+    assert not saving.copies.finish(group, places, lambda: True, pytest.fail)
     np.testing.assert_array_equal(saving.slots, copied)
 
 

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from hypothesis import strategies as st
 
-from omni_connector.copy.copier import BlockCopier, BlockCopy
+from omni_connector.copy.copier import BlockCopier, BlockCopy, Landed
 from omni_connector.copy.cuda import CudaStream
 from omni_connector.copy.host import CpuCopier
 from omni_connector.copy.staged import StagedCopier
@@ -436,13 +436,19 @@ class OnCuda(BlockCopier):
         pass
 
     def _copy(
-        self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
+        self,
+        copy: BlockCopy,
+        saving: bool,
+        cancelled: Callable[[], bool] | None,
+        landed: Landed | None,
     ) -> np.ndarray | None:
         with self._there() as copier:
             if self._pins and copy.slots.flags.writeable and copy.slots.flags.c_contiguous:
                 copier.pin(copy.slots)
             there = replace(copy, fence=copier.fence())
-            return copier.save(there, cancelled=cancelled) if saving else copier.load(there)
+            if not saving:
+                return copier.load(there)
+            return copier.save(there, cancelled=cancelled, landed=landed)
 
     def _copy_pages(
         self,

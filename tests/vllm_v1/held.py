@@ -67,11 +67,11 @@ class HeldCopier:
     def reached(self, fence: object) -> bool:
         return bool(self._inner.reached(fence))
 
-    def save(self, copy: BlockCopy, *, cancelled: Any) -> Any:
+    def save(self, copy: BlockCopy, *, cancelled: Any, landed: Any = None) -> Any:
         if self._saves and not self._wait(lambda: cancelled() and not self._deaf):
             return None
         self.saved_blocks += copy.block_ids.tolist()
-        return self._inner.save(copy, cancelled=cancelled)
+        return self._inner.save(copy, cancelled=cancelled, landed=landed)
 
     def load(self, copy: BlockCopy) -> Any:
         if self._loads:

@@ -262,6 +262,17 @@ DEVICE: Final = (
         ),
     ),
     mutant(
+        "device: published at the end",
+        "no slot of a copy is published before the device has copied the last one",
+        (
+            _STAGING,
+            "                if landed is not None:\n"
+            "                    landed(batch.places, call.sums[batch.places])\n",
+            "                if landed is not None and batch.places.stop == len(call.sums):\n"
+            "                    landed(slice(0, len(call.sums)), call.sums)\n",
+        ),
+    ),
+    mutant(
         "device: asked again at once",
         "a thread asks without end for what a device does not pin",
         (

@@ -10,6 +10,7 @@ piece of work is split where it can be.
 
 import copy as copying
 import ctypes
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -265,6 +266,9 @@ class SimulatedStream(Stream):
     Args:
         device: whose.
         queue: its work.
+
+    Attributes:
+        finishes: how often it was waited for.
     """
 
     def __init__(self, device: Device, queue: Queue) -> None:
@@ -273,6 +277,7 @@ class SimulatedStream(Stream):
         self._hashing = device.queue()
         self._entered = 0
         self._closed = False
+        self.finishes = 0
         self._waits_in: set[str] = set()  # which copies have waited for a fence
         self._process = [queue, self._hashing]  # an error of one stream is the process's
         self._hashes = device.world.chance(0.6)
@@ -350,6 +355,7 @@ class SimulatedStream(Stream):
         return self._queue.mark(), self._hashing.mark()
 
     def finish(self, mark: object | None) -> None:
+        self.finishes += 1
         if not self._device.closing:
             self._device.world.forbid_engine("an accelerator's copy")
         if self._device.fails():
@@ -499,7 +505,15 @@ class DeviceCopier:
     def save(self, copy: BlockCopy, **options: Any) -> Any:
         """As the copier for devices."""
         with self._looking(copy, "save"):
-            return self._inner.save(copy, **options)
+            before, ends = self._stream.finishes, itertools.count(1)
+
+            def landed(some: slice, sums: NDArray[np.uint64]) -> None:
+                if self._stream.finishes - before != next(ends):
+                    self._device.blame(Violation("slow", "slots that are complete wait for others"))
+                options["landed"](some, sums)
+
+            told = {"landed": landed} if "landed" in options else {}
+            return self._inner.save(copy, **options | told)
 
     def load(self, copy: BlockCopy) -> Any:
         """As the copier for devices."""
