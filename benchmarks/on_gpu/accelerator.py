@@ -168,9 +168,9 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
     return {name: round(each * 1e3, 4) for name, each in figures.items()}
 
 
-def counted(found: Counter[str]) -> dict[str, int]:
+def counted(found: Counter[Any]) -> dict[str, int]:
     """Counts, the most frequent first."""
-    return dict(found.most_common())
+    return {str(name): count for name, count in found.most_common()}
 
 
 def gb_s(nbytes: int, seconds: float) -> float:

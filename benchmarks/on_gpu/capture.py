@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs are captured, and kernels launched, while a thread of the connector pins an arena."""
+"""CUDA graphs are captured, and kernels launched, while the connector pins an arena, which it does
+only after the capture in an engine."""
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 import torch
@@ -15,17 +17,19 @@ from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena
 from omni_connector.copy.copier import BlockCopier
+from omni_connector.copy.pinning import Pinning
 from omni_connector.kv.canonical import GroupSpec, LayerSpec, SlotLayout, canonicalize
-from on_gpu.accelerator import GIB, MIB, Accelerator, Report, Sizes, counted, pin, spread
+from omni_connector.runtime.turns import TurnThread
+from on_gpu.accelerator import GIB, MIB, Accelerator, Report, Sizes, counted, spread
 
 _OPERATIONS: Final = 200
 """Of each graph."""
 
-_AGAIN_S: Final = 0.05
-"""Seconds after which an arena is tried again of which pieces were refused."""
+_LOOKS_S: Final = 0.0005
+"""Seconds between two looks whether an arena is pinned."""
 
-_STARTED_S: Final = 10.0
-"""Longest wait for a thread's first piece, and for its end."""
+_PINNED_S: Final = 10.0
+"""Longest wait for that."""
 
 _MOST_ERRORS: Final = 5
 """Captures that fail before the others are left out."""
@@ -36,67 +40,61 @@ _POPULATED_S: Final = 20.0
 _PIECES: Final = (64 * MIB, GIB)
 
 
-class Pinning:
-    """Pins an arena piece by piece on a thread of its own, lets go of it, and begins anew, until
-    it is ended.
-
-    Args:
-        copier: pins.
-        slots: of the arena.
-        count: slots of a piece.
+class Asked:
+    """The copier as `Pinning` uses it, with pieces of another size.
 
     Attributes:
-        taken: pieces, by what the device said.
+        said: what the device has said, by CUDA's code; 0 for pieces that it has taken.
     """
 
-    def __init__(self, copier: BlockCopier, slots: NDArray[np.uint8], count: int) -> None:
-        self.taken: Counter[str] = Counter()
+    def __init__(self, copier: BlockCopier, piece: int) -> None:
+        self.pinned_at_once = piece
+        self.said: Counter[int] = Counter()
+        self.unpin = copier.unpin
         self._copier = copier
-        self._pieces = [slots[at : at + count] for at in range(0, len(slots), count)]
-        self._end = threading.Event()
-        self._begun = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="omni-pin", daemon=True)
 
-    def __enter__(self) -> "Pinning":
-        self._thread.start()
-        self._begun.wait(_STARTED_S)
-        return self
+    def pin(self, slots: NDArray[np.uint8]) -> int:
+        """See `BlockCopier.pin`."""
+        code = self._copier.pin(slots)
+        self.said[code] += 1
+        return code
 
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join(_STARTED_S)
+    def pin_all(self, slots: NDArray[np.uint8], ended: threading.Event) -> float:
+        """Have the connector pin an arena, until each piece was asked for, and let go of it; the
+        seconds of the pinning."""
+        lock = threading.Lock
+        pinning = Pinning(cast(BlockCopier, self), time.monotonic, TurnThread, lock)
+        pieces = self.said.total() + -(-slots.nbytes // self.pinned_at_once)
+        began = time.perf_counter()
+        pinning.follow(slots).populated(len(slots))
+        pinning.begin()
+        while self.said.total() < pieces and time.perf_counter() < began + _PINNED_S:
+            if ended.wait(_LOOKS_S):
+                break
+        seconds = time.perf_counter() - began
+        pinning.close()
+        return seconds
 
-    def _run(self) -> None:
-        while not self._end.is_set():
-            _, taken = pin_all(self._copier, self._pieces, self._end.is_set, self._begun.set)
-            self.taken += taken
-            if taken["refused"]:
-                self._end.wait(_AGAIN_S)
 
+@contextmanager
+def _beside(asked: Asked, slots: NDArray[np.uint8]) -> Iterator[None]:
+    """Have an arena pinned and let go of, again and again."""
+    end = threading.Event()
 
-def pin_all(
-    copier: BlockCopier,
-    pieces: list[NDArray[np.uint8]],
-    ended: Callable[[], bool] = lambda: False,
-    begun: Callable[[], object] = lambda: None,
-) -> tuple[float, Counter[str]]:
-    """Pin pieces until `ended`, and let go of them: the seconds of the pinning, and how many pieces
-    were taken."""
-    taken: Counter[str] = Counter()
-    held = []
-    began = time.perf_counter()
-    for piece in pieces:
-        if ended():
-            break
-        took = pin(copier, piece)
-        begun()
-        taken["taken" if took else "refused"] += 1
-        if took:
-            held.append(piece)
-    seconds = time.perf_counter() - began
-    for piece in held:
-        copier.unpin(piece)
-    return seconds, taken
+    def go_on() -> None:
+        while not end.is_set():
+            asked.pin_all(slots, end)
+
+    with ThreadPoolExecutor(1) as thread:
+        pinned = thread.submit(go_on)
+        began = time.perf_counter()
+        while not asked.said and time.perf_counter() < began + _PINNED_S:
+            time.sleep(_LOOKS_S)
+        try:
+            yield
+        finally:
+            end.set()
+        pinned.result()
 
 
 def measure(device: Accelerator, sizes: Sizes, report: Report) -> None:
@@ -109,16 +107,16 @@ def measure(device: Accelerator, sizes: Sizes, report: Report) -> None:
         report("captures", beside="nothing", **_captures(device, work, sizes.graphs))
         report("launches", beside="nothing", **_launches(device, sizes.launches))
         for size in _PIECES:
-            copier = _copier(device, slot)  # anew, as one that was refused may ask for nothing more
+            copier = _copier(device, slot)
             stack.callback(copier.close)
             count = max(1, min(size // slot, len(arena.slots) // 2))
-            pieces = [arena.slots[at : at + count] for at in range(0, len(arena.slots), count)]
+            asked = Asked(copier, count * slot)
             free = device.free()
-            seconds, taken = pin_all(copier, pieces)
+            seconds = asked.pin_all(arena.slots, threading.Event())
             report(
                 "pinning",
                 piece_mib=count * slot / MIB,
-                pieces=counted(taken),
+                codes=counted(asked.said),
                 ms_a_gib=round(seconds * 1e3 / (arena.slots.nbytes / GIB), 2),
                 device_mib_taken=round((free - device.free()) / MIB, 1),
             )
@@ -128,9 +126,10 @@ def measure(device: Accelerator, sizes: Sizes, report: Report) -> None:
                 ("captures", partial(_captures, device, work, sizes.graphs)),
             ]
             for step, figures in both:
-                with Pinning(copier, arena.slots, count) as pinning:
+                asked.said.clear()
+                with _beside(asked, arena.slots):
                     found = figures()
-                report(step, beside=beside, **found, pieces=counted(pinning.taken))
+                report(step, beside=beside, **found, codes=counted(asked.said))
         device.synchronize()
         report("memory", free_mib_less=round((before - device.free()) / MIB, 1))
 

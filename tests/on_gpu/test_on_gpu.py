@@ -47,6 +47,10 @@ def test_each_part_runs_though_others_fail_and_hang(tmp_path, beside):
     assert not [row for row in steps if "failure" in row]
     assert all(row["same_bytes"] for row in steps if "same_bytes" in row)
     assert not [row for row in steps if row.get("errors")]
+    pinned = [row["codes"] for row in steps if "codes" in row]
+    assert len(pinned) == 6
+    assert all(codes.keys() == {"0"} for codes in pinned)
+    assert [row["codes"] for row in steps if row["step"] == "pinning"] == [{"0": 2}, {"0": 2}]
     saves = [row for row in steps if row["step"] == "pass" and "by layers" in row["beside"]]
     assert len(saves) == 4
     assert all(row["save_ends_after_it_ms"] > 0 for row in saves)
