@@ -320,32 +320,38 @@ class OmniScheduler:
         vLLM has one of their requests compute them anew. Other requests that have them go on
         meanwhile, and new ones would find them (vLLM #49250).
         """
+        void = {each for each in block_ids if 0 < each < len(self._manager.block_pool.blocks)}
         # A request that has ended has left them in vLLM's own cache, with those behind them. vLLM
         # ends requests of this step before it tells of the failure.
-        void = {each for each in block_ids if each < len(self._manager.block_pool.blocks)}
-        for left, _ in self._left:
-            for ids in left:
-                void.update(dropwhile(lambda each: each not in block_ids, ids))
+        running = [(each, self._ids_of(each.request)) for each in self._states.values()]
+        ended = [left for left, _ in self._left]
+        tables = [ids for each in (*ended, *(of for _, of in running)) for ids in each]
+        size = 0
+        while size < len(void):  # others have found what was computed upon them
+            size = len(void)
+            for ids in tables:
+                void.update(dropwhile(lambda each: each not in void, ids))
+            void.discard(NULL_BLOCK_ID)
         goes_on: set[str] = set()
-        for state in self._states.values():
+        for state, of_request in running:
             request = state.request
-            tables = self._blocks_of(request.request_id)
-            for table, tokens in zip(tables, self._block_tokens, strict=True):
-                ids = [each.block_id for each in table]
-                first = next((i for i, each in enumerate(ids) if each in block_ids), None)
+            for ids, tokens in zip(of_request, self._block_tokens, strict=True):
+                first = next((i for i, each in enumerate(ids) if each in void), None)
                 if first is None:
                     continue
-                void.update(ids[first:])
                 if request.num_computed_tokens > first * tokens:  # another one computes them
                     goes_on.add(request.request_id)
                     self._keep_nothing(state)
                     self._spoiled.goes_on_without(request, first * tokens)
-        void.discard(NULL_BLOCK_ID)
         self._manager.evict_blocks(void)
         if self._sender is not None:
             self._sender.blocks_void(void, goes_on)
         if self._shared is not None:
             self._shared.saves.blocks_void(void)
+
+    def _ids_of(self, request: "Request") -> list[list[int]]:
+        """The blocks of a request, by vLLM's groups."""
+        return [[each.block_id for each in of] for of in self._blocks_of(request.request_id)]
 
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived: ask for its KV elsewhere, or prepare to hand it off."""
@@ -659,6 +665,8 @@ class OmniScheduler:
             self._sender.build(meta, scheduler_output, self._manager.get_blocks)
         if self._room.under_way:
             self._room.scheduled(scheduled)
+        self._undrafted.note(self._blocks_of)
+        self._spoiled.note(self._blocks_of)
         if self._incomplete:
             self._uncache_incomplete()
         for request in scheduler_output.scheduled_new_reqs:
@@ -801,8 +809,7 @@ class OmniScheduler:
         self._undrafted.finish(request.request_id, self._blocks_of)
         self._spoiled.finish(request.request_id, self._blocks_of)
         if not self._alone and self._computing:
-            left = [[each.block_id for each in of] for of in self._blocks_of(request.request_id)]
-            self._left.append((left, len(self._computing)))
+            self._left.append((self._ids_of(request), len(self._computing)))
         answer: dict[str, Any] | None = None
         if request.kv_transfer_params:
             if self._receiver is not None:

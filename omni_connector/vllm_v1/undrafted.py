@@ -39,6 +39,21 @@ class DraftedGroup:
     hash_block_size: int
 
 
+@dataclass(slots=True)
+class _Lacking:
+    """A request some of whose blocks lack KV.
+
+    Attributes:
+        request: vLLM's.
+        first: its first token without it.
+        noted: blocks with tokens before this one are noted by their hashes.
+    """
+
+    request: "Request"
+    first: int
+    noted: int
+
+
 class UndraftedBlocks:
     """Knows which requests have blocks that lack the drafter's KV, or all KV.
 
@@ -52,8 +67,7 @@ class UndraftedBlocks:
 
     def __init__(self, groups: Sequence[DraftedGroup]) -> None:
         self._groups = groups
-        # Their first token without the drafter's KV.
-        self._requests: dict[str, tuple[Request, int]] = {}
+        self._requests: dict[str, _Lacking] = {}
         # The hash by which vLLM finds a block. One with another hash, or with none, is used anew.
         self._hashes: dict[int, bytes] = {}
         # The request that vLLM asked about last, and its tokens in vLLM's cache.
@@ -68,7 +82,7 @@ class UndraftedBlocks:
         drafter's KV, after those in its cache; returns the first of them."""
         request_id, first = self._asked
         assert request.request_id == request_id, "vLLM allocates right after it has asked"
-        self._requests[request_id] = request, first
+        self._requests[request_id] = _Lacking(request, first, first)
         for group in self._groups:
             whole = range(first // group.block_size, (first + num_tokens) // group.block_size)
             for index in whole:
@@ -80,8 +94,9 @@ class UndraftedBlocks:
 
     def goes_on_without(self, request: "Request", first: int) -> None:
         """A request goes on although its blocks from token `first` on hold no KV."""
-        _, known = self._requests.get(request.request_id, (request, first))
-        self._requests[request.request_id] = request, min(first, known)
+        known = self._requests.get(request.request_id)
+        if known is None or first < known.first:
+            self._requests[request.request_id] = _Lacking(request, first, first)
 
     def has(self, request: "Request", blocks_of: Callable[[str], Tables]) -> bool:
         """Whether a request that vLLM has just given blocks has found such blocks in the cache, or
@@ -104,12 +119,12 @@ class UndraftedBlocks:
         ]
         # What a running request has computed since is not noted yet.
         firsts += [
-            first
-            for each, first in self._requests.values()
-            if first < cached and self._same_block(request, each, first)
+            each.first
+            for each in self._requests.values()
+            if each.first < cached and self._same_block(request, each.request, each.first)
         ]
         if firsts:
-            self._requests[request_id] = request, min(firsts)
+            self._requests[request_id] = _Lacking(request, min(firsts), min(firsts))
         return bool(firsts)
 
     def _first_found(
@@ -140,12 +155,27 @@ class UndraftedBlocks:
         Args:
             blocks_of: returns the blocks of a request.
         """
-        if request_id not in self._requests:
-            return
-        _, first = self._requests.pop(request_id)
-        tables = blocks_of(request_id)
+        if request_id in self._requests:
+            self._note(self._requests.pop(request_id), blocks_of)
+
+    def note(self, blocks_of: Callable[[str], Tables]) -> None:
+        """vLLM has scheduled a step, and hashed the blocks that it fills. The window of a request
+        loses some in a later step; they stay in vLLM's cache.
+
+        Args:
+            blocks_of: returns the blocks of a request.
+        """
+        for each in self._requests.values():
+            self._note(each, blocks_of)
+
+    def _note(self, lacking: _Lacking, blocks_of: Callable[[str], Tables]) -> None:
+        request = lacking.request
+        tables = blocks_of(request.request_id)
+        # This step's blocks are looked at again: not all of them may be full.
+        computed = max(lacking.first, request.num_computed_tokens)
+        begin, lacking.noted = min(lacking.noted, computed), computed
         for group in self._groups:
-            for block in tables[group.number][first // group.block_size :]:
+            for block in tables[group.number][begin // group.block_size :]:
                 if block.block_hash is not None and not block.is_null:
                     self._hashes[block.block_id] = block.block_hash
 

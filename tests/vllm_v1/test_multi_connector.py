@@ -171,6 +171,33 @@ def test_who_goes_on_with_blocks_that_another_connector_failed_to_load_keeps_not
     assert_clean(first, second)
 
 
+def test_what_the_window_of_such_a_request_has_lost_is_given_to_nobody(engine):
+    """It has found the last blocks of the first in vLLM's cache, and not the one that was not
+    loaded; what it computes stays in that cache when its window goes on."""
+    extra = {"share": True, "handoff": False, "admission": "all"}
+    options = {"family": "window", "connector": "MultiConnector", "after": [FAILING]}
+    first = engine("kv_both", extra=extra, async_scheduling=True, **options)
+    second = engine("kv_both", extra=extra, **options)
+    wait(lambda: inspection.meets(ours(second)))
+    asked = prompt(20 * BLOCK + 1)
+    longer = [*asked, *prompt(20 * BLOCK, seed=9)]
+    first.runner.bad_blocks.add(1)
+    first.submit(asked, max_tokens=6, params={"do_remote_prefill": True})
+    first.step()
+    first.scheduler.max_num_scheduled_tokens = 2 * BLOCK
+    first.submit(longer, max_tokens=6)
+    first.settle()
+    found = [*longer[: 30 * BLOCK], 3]
+    first.generate(found)
+    first.settle()
+    _, worker = inspection.halves_beside(first.scheduler.connector, [first.worker])
+    wait(lambda: inspection.copies_ended(worker))
+    expected = engine(family="window")
+    for text in (longer, [*found, 5]):
+        assert second.generate(text, 6).tokens == expected.generate(text, 6).tokens
+    assert_clean(first, second)
+
+
 def test_what_was_computed_upon_blocks_that_another_connector_failed_to_load_is_not_handed_off(
     engine,
 ):

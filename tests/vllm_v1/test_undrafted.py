@@ -30,6 +30,7 @@ class Block:
 class Request:
     request_id: str
     block_hashes: list[bytes]
+    num_computed_tokens: int = 0
 
 
 def blocks(full: int, partial: bool) -> list[Block]:

@@ -463,8 +463,26 @@ MENDED: Final = (
         "what requests that end with a failed load have computed stays in vLLM's own cache",
         (
             "omni_connector.vllm_v1.scheduler",
-            "        for left, _ in self._left:\n",
-            "        for left, _ in list(self._left)[:0]:\n",
+            "        ended = [left for left, _ in self._left]\n",
+            "        ended = []\n",
+        ),
+    ),
+    mutant(
+        "others' loads: who finds what was computed upon them",
+        "with windows a request finds void blocks, and not the one that was not loaded",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "                first = next((i for i, each in enumerate(ids) if each in void), None)\n",
+            "                first = next((i for i, each in enumerate(ids) if each in block_ids), None)\n",
+        ),
+    ),
+    mutant(
+        "others' loads: what a window loses",
+        "what a request computes upon them and its window loses stays in vLLM's cache, unmarked",
+        (
+            "omni_connector.vllm_v1.scheduler",
+            "        self._spoiled.note(self._blocks_of)\n",
+            "",
         ),
     ),
 )
