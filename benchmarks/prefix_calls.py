@@ -24,7 +24,7 @@ from omni_connector.arena.block_index import BlockIndex, BlockIndexView
 from omni_connector.arena.slot_index import Ints
 from omni_connector.arena.slot_pool import SlotListing, SlotPool
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.prefix.hints import Candidate, FilledBlocks, HintPolicy
+from omni_connector.prefix.hints import Candidate, FilledBlocks
 from omni_connector.prefix.host_blocks import HostBlocks
 from omni_connector.prefix.lookups import Held, reach
 from omni_connector.prefix.neighbours import Neighbour
@@ -103,17 +103,15 @@ class Host:
             groups=(FULL, WINDOWED),
             key_prefix=b"prefix",
             load_timeout=1.0,
-            hint_policy=HintPolicy(self.pool, PROCESS_CONTEXT, 0.5, 1.0),
             admission="all",
-            stats=PROCESS_CONTEXT.stats,
+            context=PROCESS_CONTEXT,
         )
 
-    def keep(self, count: int, tenants: int = 1) -> Callable[[], Any]:
+    def keep(self, count: int) -> Callable[[], Any]:
         """Keeps so many new blocks; returns the call."""
         hashes = names(count)
         filled = [
-            Candidate(0, each, number + 1, prompt=number % 64, tenant=1 + number % tenants)
-            for number, each in enumerate(hashes)
+            Candidate(0, each, number + 1, prompt=number % 64) for number, each in enumerate(hashes)
         ]
         return lambda: self.end(
             self.blocks.keep([FilledBlocks.of(filled), NOTHING], SLOTS, 0, all_there)[0]
@@ -164,11 +162,8 @@ def measure(repeats: int) -> dict[str, tuple[list[float], float]]:
             timed([partial(reach, pairs, BLOCK, 0, UNKNOWN * BLOCK)] * repeats),
             1.0,
         )
-    for tenants in (1, 64):
-        whose = "" if tenants == 1 else f" of {tenants} tenants"
-        calls = [host.keep(NEW, tenants) for _ in range(repeats)]
-        name = f"keep {NEW} new blocks{whose}, {NEIGHBOURS} neighbours, and end the copy"
-        found[name] = timed(calls), 1.0
+    calls = [host.keep(NEW) for _ in range(repeats)]
+    found[f"keep {NEW} new blocks, {NEIGHBOURS} neighbours, and end the copy"] = timed(calls), 1.0
     resets = []
     for _ in range(max(3, repeats // 10)):
         while host.pool.num_cached < KEPT:

@@ -65,7 +65,7 @@ import matplotlib.pyplot as plt
 RESULTS = Path(__file__).parent / "results"
 RUNNING = (1, 64, 256)
 WAITING = 32
-MANY = 64  # tenants, or requests that pin their blocks
+MANY = 64  # requests that pin their blocks
 TARGET_US = 20.0
 LAYERS, HEADS, HEAD_SIZE = 4, 1, 8
 LARGE, SMALL = 128, 16  # tokens of a block
@@ -135,20 +135,18 @@ class Stopwatch:
 @dataclass(frozen=True)
 class Scene:
     """How many requests decode, how many wait for room, the tokens of a block, and of those that
-    decode, the number of tenants and of requests that pin their blocks."""
+    decode, the number that pin their blocks."""
 
     running: int
     waiting: int = 0
     block: int = LARGE
-    tenants: int = 1
     pins: int = 0
 
     def __str__(self) -> str:
         waiting = f" + {self.waiting}" if self.waiting else ""
         filling = ", filling" if self.block == SMALL else ""
-        tenants = f", {self.tenants} tenants" if self.tenants > 1 else ""
         pins = f", {self.pins} pins" if self.pins else ""
-        return f"{self.running}{waiting}{filling}{tenants}{pins}"
+        return f"{self.running}{waiting}{filling}{pins}"
 
 
 @dataclass
@@ -216,13 +214,11 @@ class Engine:
         length = PROMPT + (number % SMALL if self._block == SMALL else 0)
         prompt = [(number * 7 + i * 3) % 500 for i in range(length)]
         kind = "handed" if handed_off else "decodes"
-        salt = f"tenant {number % self._scene.tenants}" if self._scene.tenants > 1 else None
         request = Request(
             f"{kind}-{number}",
             prompt,
             sampling,
             None,
-            cache_salt=salt,
             block_hasher=self._hasher,
         )
         self.scheduler.add_request(request)
@@ -411,9 +407,9 @@ def markdown(results: Results, command: str, steps: int) -> str:
         "them is considered by Python, where machine code would give it slots in one call. "
         f"Target: {TARGET_US:.0f} µs for the scheduler half in each row. *filling*: there is "
         f"something to move: blocks of {SMALL} tokens instead of {LARGE}, of which the answers "
-        "fill 16 a step, and which are kept; the threads that copy them run beside it. *tenants*: "
-        "of so many cache salts; *pins*: so many of the requests pin their blocks. Targets where "
-        "blocks fill: 30 in the median, 60 in the mean, 300 for 99 %.",
+        "fill 16 a step, and which are kept; the threads that copy them run beside it. *pins*: so "
+        "many of the requests pin their blocks. Targets where blocks fill: 30 in the median, 60 in "
+        "the mean, 300 for 99 %.",
         "",
         "| connector | running | scheduler half | its mean | 99 % | processor: mean | 99 % "
         "| worker half | step | % of step | admission |",
@@ -468,12 +464,12 @@ def main() -> None:
         model = make_model("llama", Path(folder) / "model")
         most = max(RUNNING)
         scenes = [*map(Scene, RUNNING), Scene(most, WAITING), Scene(most, block=SMALL)]
-        scenes += [Scene(most, block=SMALL, tenants=MANY), Scene(most, block=SMALL, pins=MANY)]
+        scenes.append(Scene(most, block=SMALL, pins=MANY))
         kinds = [
             (connector, scene)
             for scene in scenes
             for connector in CONNECTORS
-            if connector == OURS or not (scene.waiting or scene.tenants > 1 or scene.pins)
+            if connector == OURS or not (scene.waiting or scene.pins)
         ]
         results: Results = {kind: [] for kind in kinds}
         for number in range(rounds):

@@ -24,6 +24,14 @@ ENV_PREFIX = "OMNI_CONNECTOR_"
 # Keys that earlier versions had, and what became of each. They are warned of for one version.
 _GONE: Final[Mapping[str, str]] = {
     "thinking": "answers are kept up to their first thought, or whole by the hint `thinking: keep`",
+    "tenants": "cache salts have no parts of the arena of their own",
+    "tenant_quota": "cache salts have no parts of the arena of their own",
+    "pin_part": "at most a quarter of the arena is pinned, and nothing without `pin_s` in `hints`",
+}
+
+# Hints that earlier versions had, which the key `hints` may still name for one version.
+_GONE_HINTS: Final[Mapping[str, str]] = {
+    "high": "blocks with `cache: high` are kept like others; `pin_s` keeps them for some time",
 }
 
 # Environment variables of this prefix that are no configuration keys. Where the runtime folder lies
@@ -53,8 +61,8 @@ Admission = Literal["auto", "all", "second_hit"]
 passed over not long ago. `auto`: every one until the arena is full, and then, of prompts of each
 depth, as long as one in `eviction.WORTH` is used again; else at the second hit."""
 
-HintName = Literal["no", "prefetch", "high", "pin_s", "thinking"]
-"""A hint of a request: `no` and `high` are values of `cache`."""
+HintName = Literal["no", "prefetch", "pin_s", "thinking"]
+"""A hint of a request: `no` is a value of `cache`."""
 
 ALL_HINTS: Final[tuple[HintName, ...]] = get_args(HintName)
 
@@ -210,11 +218,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         orphan_s: seconds for which engines of the host keep the arena of an engine that has ended,
             so that they and its successor find its blocks; 0 keeps none.
         hints: which hints of requests are followed.
-        tenants: cache salts that are tenants of their own, `*` for any salt. All other requests
-            together are one tenant.
-        tenant_quota: part of the arena that kept blocks of one tenant may take, and part of what
-            `pin_part` gives that may be its own.
-        pin_part: part of the arena that requests may pin, or have favoured by `cache: high`.
         store: where prefixes are shared with engines on any host, a Mooncake Store (`master`) or a
             folder of files (`path`); None shares none.
         trace: folder to which the engine writes what took how long; None writes nothing.
@@ -243,9 +246,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     admission: Admission = "auto"
     orphan_s: float = 60.0
     hints: tuple[HintName, ...] = ALL_HINTS
-    tenants: tuple[str, ...] = ()
-    tenant_quota: float = 1.0
-    pin_part: float = 0.25
     store: StoreSettings | FileStoreSettings | None = None
     trace: str | None = None
 
@@ -278,6 +278,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 raise ConfigError(f"environment variable {variable}: {_unknown_key(key, known)}")
             where = f"environment variable {variable}"
             value = _from_text(where, known[key], text)
+            if key == "hints":
+                value = _without_gone_hints(where, value)
             values[key] = _check(where, known[key], value, strict=False)
         given: object = {} if extra_config is None else extra_config
         if not isinstance(given, Mapping):
@@ -287,7 +289,10 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 continue
             if key not in known:
                 raise ConfigError(f"kv_connector_extra_config: {_unknown_key(key, known)}")
-            values[key] = _check(f"kv_connector_extra_config: {key}", known[key], value)
+            where = f"kv_connector_extra_config: {key}"
+            if key == "hints":
+                value = _without_gone_hints(where, value)
+            values[key] = _check(where, known[key], value)
         config = cls(**values)
         config._check_ranges()
         return config
@@ -303,15 +308,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if not 0 <= self.orphan_s <= MAX_ORPHAN_S:
             raise ConfigError(
                 f"orphan_s must be between 0 and {MAX_ORPHAN_S:g} seconds, not {self.orphan_s!r}"
-            )
-        for key in ("tenant_quota", "pin_part"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise ConfigError(f"{key} must be between 0 and 1, not {getattr(self, key)!r}")
-        if self.tenant_quota < 1 and not self.tenants:
-            raise ConfigError(
-                "tenant_quota needs tenants: a list of the cache salts that have a quota of their "
-                "own, or ['*'] where a gateway sets the cache_salt of each request; a client that "
-                "chooses its salts would get a new quota with each"
             )
         if self.copy_threads is not None and not 1 <= self.copy_threads <= MAX_COPY_THREADS:
             raise ConfigError(
@@ -397,6 +393,16 @@ def _is_gone(where: str, key: object) -> bool:
         return False
     logger.warning("%s: the key %r is not there any more: %s", where, key, _GONE[key])
     return True
+
+
+def _without_gone_hints(where: str, hints: Any) -> Any:
+    """The value of `hints` without those of an earlier version, of which the log then says so."""
+    if not isinstance(hints, list | tuple):
+        return hints
+    gone = [each for each in hints if isinstance(each, str) and each in _GONE_HINTS]
+    for each in gone:
+        logger.warning("%s: there is no hint %r any more: %s", where, each, _GONE_HINTS[each])
+    return [each for each in hints if each not in gone]
 
 
 def _unknown_key(key: Any, known: Mapping[str, Any]) -> str:

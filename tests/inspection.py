@@ -385,12 +385,11 @@ def pinned(half: "OmniScheduler") -> "Ints":
     return half._directory.pool._order.pinned.nonzero()[0]
 
 
-def privileged(half: "OmniScheduler") -> "Ints":
-    """Return the slots of an engine that are pinned or favoured."""
+def num_pins(half: "OmniScheduler") -> int:
+    """Return how many slots an engine counts as pinned."""
     assert half._directory is not None
     order = half._directory.pool._order
-    slots: Ints = (order.pinned | order._favoured).nonzero()[0]
-    return slots
+    return max(order.num_pins, order.num_pinned)
 
 
 def free_for(half: "OmniScheduler", keys: "Sequence[Sequence[bytes | None]]") -> int:
@@ -433,12 +432,6 @@ def free_slots(half: "OmniScheduler") -> int:
 def counted(half: "OmniScheduler", name: str) -> int:
     """Return what a scheduler half has counted since vLLM took its counts last."""
     return int(half._report._stats.data["counts"].get(name, 0))
-
-
-def owned(half: "OmniScheduler") -> int:
-    """Return how many slots are counted as those of tenants."""
-    assert half._directory is not None
-    return half._directory.pool._kept_of.total()
 
 
 def tags(half: "OmniScheduler") -> "Tags":
@@ -501,7 +494,6 @@ def tail(half: "OmniScheduler", request: Any, end: int) -> list[bytes]:
         adapter="",
         block_sizes=shared._block_sizes,
         sent=[],
-        tenant=0,
         hints=NO_HINTS,
     )
     name = shared._tails.name(prompt, end)

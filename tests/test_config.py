@@ -12,6 +12,7 @@ import pytest
 
 from omni_connector.config import (
     _GONE,
+    _GONE_HINTS,
     FileStoreSettings,
     OmniConfig,
     StoreSettings,
@@ -63,8 +64,6 @@ def test_pages_give_the_defaults_that_hold(page: str) -> None:
         ("integrity", "generation"),
         ("weights", "fixed"),
         ("trace", "/tmp/spans"),
-        ("tenant_quota", 1),
-        ("pin_part", 0),
     ],
 )
 def test_a_key_is_read_from_the_config_and_from_the_environment(key: str, value: Any) -> None:
@@ -271,18 +270,7 @@ def test_a_number_out_of_range_names_the_key(key: str, value: float) -> None:
         load(**{f"OMNI_CONNECTOR_{key.upper()}": str(value)})
 
 
-@pytest.mark.parametrize("tenants", [("*",), ("a", "b")])
-def test_a_quota_is_for_tenants_that_the_operator_knows(tenants: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match="tenant_quota needs tenants: a list of the cache salts"):
-        load({"tenant_quota": 0.5})
-    given = load({"tenant_quota": 0.5, "tenants": list(tenants)})
-    assert given == load(
-        OMNI_CONNECTOR_TENANT_QUOTA="0.5", OMNI_CONNECTOR_TENANTS=", ".join(tenants)
-    )
-    assert (given.tenants, given.tenant_quota) == (tenants, 0.5)
-
-
-@pytest.mark.parametrize("names", [(), ("no", "prefetch"), ("high", "pin_s")])
+@pytest.mark.parametrize("names", [(), ("no", "prefetch"), ("pin_s",)])
 def test_hints_are_allowed_by_name(names: tuple[str, ...]) -> None:
     assert load({"hints": list(names)}).hints == names
     assert load(OMNI_CONNECTOR_HINTS=",".join(names)).hints == names
@@ -290,11 +278,16 @@ def test_hints_are_allowed_by_name(names: tuple[str, ...]) -> None:
         load({"hints": ["cache"]})
 
 
-@pytest.mark.parametrize("key", ["tenant_quota", "pin_part"])
-@pytest.mark.parametrize("value", [-0.1, 1.5, float("nan")])
-def test_a_part_out_of_range_names_the_key(key: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{key} must be between 0 and 1, not"):
-        load({key: value})
+def test_a_hint_of_an_earlier_version_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert load({"hints": ["no", "high"]}).hints == ("no",)
+    assert load(OMNI_CONNECTOR_HINTS="high, pin_s").hints == ("pin_s",)
+    assert [each.getMessage() for each in caplog.records] == [
+        f"{where}: there is no hint 'high' any more: {_GONE_HINTS['high']}"
+        for where in (
+            "kv_connector_extra_config: hints",
+            "environment variable OMNI_CONNECTOR_HINTS",
+        )
+    ]
 
 
 @pytest.mark.parametrize("value", [0, -1, 65])

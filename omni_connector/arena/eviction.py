@@ -6,7 +6,6 @@ evictions, with `n` slots in the arena:
 
     used once    0        evicted when it is the least recently used
     used again   n        stays for n more evictions, so that prompts that come once take less room
-    favoured     4 n      goes in the end, too, if nobody uses it
     pinned       never evicted
 
 A block also counts as used again if it was evicted recently and is now copied anew.
@@ -61,11 +60,11 @@ _FADES: Final = 4
 """New blocks for each slot of the arena after which counts are halved. Old workloads fade so, and
 blocks have had the time to be used again."""
 
-KINDS: Final = 4
-"""The kinds of slots: used once (0), used again (1), favoured (2), pinned (3)."""
+KINDS: Final = 3
+"""The kinds of slots: used once (0), used again (1), pinned (2)."""
 
-_PINNED: Final = 3
-_STAY: Final = (0, 1, 4, 4)
+_PINNED: Final = 2
+_STAY: Final = (0, 1, 1)
 """The bonus of each kind, in evictions a slot of the arena."""
 
 
@@ -93,6 +92,7 @@ class EvictionOrder:
 
     Attributes:
         pinned: which slots are pinned, in the order or not; (slots,) bool.
+        num_pins: their number.
         num_pinned: slots in the order that are pinned.
         by_stripe: for each stripe the number of slots in the order that are not pinned; (stripes,)
             int64. It is kept up to date where there are several stripes.
@@ -111,8 +111,8 @@ class EvictionOrder:
         self._stamp: Ints = np.zeros(num_slots, np.int64)
         self._last_stamp = 0
         self._again = np.zeros(num_slots, bool)
-        self._favoured = np.zeros(num_slots, bool)
         self.pinned = np.zeros(num_slots, bool)
+        self.num_pins = 0
         self.num_pinned = 0
         self._hash: Ints = np.zeros(num_slots, np.int64)
         # The content evicted recently, a hash table without chains: at `hash % len` the upper half
@@ -138,11 +138,10 @@ class EvictionOrder:
         here = self._stamp != 0
         self._stamp[:] = 0
         self._again &= ~here
-        self._favoured &= ~here
         for queue in self._batches:
             queue.clear()
         self.pinned[:] = False
-        self.num_pinned = 0
+        self.num_pins = self.num_pinned = 0
         self.by_stripe[:] = 0
         return np.flatnonzero(here)
 
@@ -156,20 +155,14 @@ class EvictionOrder:
         tails: NDArray[np.bool_] = self._depth[slot_ids] == TAILS
         return tails
 
-    def favour(self, slot_ids: Ints) -> None:
-        """Evict the content of these slots later than other content."""
-        self._favoured[slot_ids] = True
-        self._move(slot_ids)
-
     def pin(self, slot_ids: Ints, pinned: bool) -> None:
-        """Pin these slots, or end their pins."""
+        """Pin these slots, or end their pins. Each is named once."""
+        self.num_pins += (len(slot_ids) if pinned else 0) - self._pins_among(slot_ids)
         self.pinned[slot_ids] = pinned
         self._move(slot_ids)
 
-    def privileged(self, slot_ids: Ints) -> NDArray[np.bool_]:
-        """Which of these slots are favoured or pinned."""
-        privileged: NDArray[np.bool_] = self._favoured[slot_ids] | self.pinned[slot_ids]
-        return privileged
+    def _pins_among(self, slot_ids: Ints) -> int:
+        return int(np.count_nonzero(self.pinned[slot_ids]))
 
     def requeue(self, slot_ids: Ints) -> None:
         """Move slots to the end of the order without counting another use.
@@ -251,20 +244,19 @@ class EvictionOrder:
 
     def unused(self, slot_ids: Ints) -> None:
         """Forget all about the content of slots that are not in the order."""
-        self._again[slot_ids] = self._favoured[slot_ids] = self.pinned[slot_ids] = False
+        self.num_pins -= self._pins_among(slot_ids)
+        self._again[slot_ids] = self.pinned[slot_ids] = False
 
     def add(self, slot_ids: Ints) -> None:
         """Put slots at the end of the order. Slots of one kind are evicted in the order given."""
         if not len(slot_ids):
             return
-        favoured = self._favoured[slot_ids]
         again = self._again[slot_ids]
         pinned = self.pinned[slot_ids]
-        if not (favoured.any() or again.any() or pinned.any()):  # most often
+        if not (again.any() or pinned.any()):  # most often
             self.add_of_kind(0, slot_ids)
             return
-        kinds = np.where(favoured, 2, again)
-        kinds[pinned] = _PINNED
+        kinds = np.where(pinned, _PINNED, again)
         for kind in range(KINDS):
             part = slot_ids[kinds == kind]
             if len(part):
@@ -353,23 +345,10 @@ class EvictionOrder:
         self._evicted += count
         return self._end(slot_ids)
 
-    def evict_of(self, slot_ids: Ints, count: int) -> Ints:
-        """Evict up to `count` of these slots and return them; slots that are not in the order, or
-        pinned, stay."""
-        here = slot_ids[self.here(slot_ids) & ~self.pinned[slot_ids]]
-        stamps = np.unique(self._stamp[here]).tolist()
-        batches = ((stamp, self._batches[stamp % KINDS][stamp]) for stamp in stamps)
-        in_turn = sorted(batches, key=lambda pair: pair[1].turn)
-        living = np.concatenate([here[:0], *(self._living(*pair) for pair in in_turn)])
-        gone: Ints = living[np.isin(living, here)][:count]
-        self.remove(gone)
-        self._evicted += len(gone)
-        return self._end(gone)
-
     def _end(self, slot_ids: Ints) -> Ints:
         """Remember the content of evicted slots; returns the slots."""
         self._stamp[slot_ids] = 0
-        self._again[slot_ids] = self._favoured[slot_ids] = False
+        self._again[slot_ids] = False
         self._remember(self._hash[slot_ids], self._depth[slot_ids])
         return slot_ids
 

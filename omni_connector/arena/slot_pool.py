@@ -12,15 +12,11 @@ once. A ready slot that has a key and no user is *cached*: it keeps its block un
 needed, and later prompts with the same beginning use it. A *pinned* slot without a user is cached,
 too, but is not evicted before its pin ends.
 
-A slot belongs to a tenant if `keep` allocated it, or if it is privileged (pinned, or favoured in
-the eviction order). Slots of hand-offs belong to nobody.
-
 A prompt may have tens of thousands of blocks, so the state of slots is kept in arrays.
 """
 
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
@@ -37,6 +33,11 @@ from omni_connector.kv.stripes import SlotGroup
 from omni_connector.runtime.turns import MakeLock
 
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+
+PIN_PART: Final = 4
+"""At most one slot in 4 is pinned. Clients choose their pins, and hand-offs and the blocks of
+others get no pinned slot."""
 
 _PIN_TICK_S: Final = 0.25
 """The end of a pin is rounded up to a multiple of this, in seconds. That bounds the searches for
@@ -118,7 +119,6 @@ class Kept(NamedTuple):
     Attributes:
         chosen: positions of the keys that got a slot.
         slots: the slots they got.
-        over_quota: number of blocks that got none because their tenant's quota is used up.
         dropped: number of blocks that got none because no slot was available, or beyond `most`.
         beyond: positions of keys beyond `most` for which slots are available now. They are counted
             as dropped, too.
@@ -126,7 +126,6 @@ class Kept(NamedTuple):
 
     chosen: Ints
     slots: Ints
-    over_quota: int
     dropped: int
     beyond: Ints
 
@@ -137,12 +136,11 @@ class KeptShards(NamedTuple):
     Attributes:
         shards: for each shard the positions of the keys that got a slot for it, and these slots.
         num_blocks: number of keys that got slots.
-        over_quota, dropped, beyond: as of `Kept`.
+        dropped, beyond: as of `Kept`.
     """
 
     shards: list[tuple[Ints, Ints]]
     num_blocks: int
-    over_quota: int
     dropped: int
     beyond: Ints
 
@@ -163,8 +161,6 @@ class SlotPool:
         generation: (slots,) int64; grows with each use of a slot.
         releases: changes when a slot becomes free or cached.
         num_cached: cached slots, pinned ones included.
-        num_privileged: slots that are favoured or pinned, in any state.
-        quota: most slots of one tenant; None sets no quota.
         on_lost: called with the slots of a failed copy if a user holds one of them.
     """
 
@@ -179,7 +175,6 @@ class SlotPool:
         self.generation: Ints = np.zeros(num_slots, np.int64)
         self.releases = 0
         self.num_cached = 0
-        self.quota: int | None = None
         self.on_lost: Callable[[Ints], None] = lambda slot_ids: None
         self._users = np.zeros(num_slots, np.int32)
         self._busy = np.zeros(num_slots, bool)
@@ -198,13 +193,6 @@ class SlotPool:
         self._order = EvictionOrder(num_slots, self._stripes)
         self._pinned_until = np.zeros(num_slots)
         self._next_end = float("inf")  # the earliest end of a pin
-        # Which slots are favoured or pinned, and their numbers: in all and by tenant.
-        self._privileged = np.zeros(num_slots, bool)
-        self.num_privileged = 0
-        self._privileged_of: Counter[int] = Counter()
-        # The tenant of each slot, 0 for nobody; and the number of slots by tenant.
-        self._tenant: Ints = np.zeros(num_slots, np.int64)
-        self._kept_of: Counter[int] = Counter()
 
     def counts(self) -> tuple[int, int, int]:
         """Numbers of (free, cached, cached and pinned) slots."""
@@ -324,8 +312,6 @@ class SlotPool:
             order = self._order
             evicted = order.evict(lacks) if stripe is None else order.evict_in(stripe, lacks)
             self.num_cached -= len(evicted)
-            self._count_privileged(evicted)
-            self._disown(evicted)
             slot_ids = np.concatenate([slot_ids, evicted])
         return slot_ids
 
@@ -394,51 +380,35 @@ class SlotPool:
         group: int,
         keys: Sequence[SlotKey],
         most: int,
-        tenant: Ints | int = 0,
         prompts: Ints | None = None,
         tags: Tags | None = None,
     ) -> Kept:
         """Hold a new slot for each block that has none, as long as slots are available.
 
-        A tenant at its quota gets a slot only by evicting one of its own.
-
         Args:
             keys: of different blocks of the group, in any order.
             most: most slots to take.
-            tenant: who will own the slots, 0 for nobody. If no quota would be exceeded, this may be
-                an array with the tenant of each key; see `fits`.
             prompts: as for `EvictionOrder.fill`.
             tags: of the blocks, if the caller has them.
         """
         lacking = np.flatnonzero(self._index.each(group, keys) < 0)
-        wanted = lacking[:most]
-        owners = np.full(len(keys), tenant) if isinstance(tenant, int) else tenant
-        tenants = owners if len(wanted) == len(keys) else owners[wanted]
-        within = len(wanted)
-        if len(tenants) and not self.fits(tenants):
-            within = self._room(int(tenants[0]), len(wanted))
-        chosen = wanted[: min(within, self._num_available)]
+        chosen = lacking[: min(most, self._num_available)]
         if len(chosen) < len(keys):
             keys = [keys[i] for i in chosen.tolist()]
             prompts = None if prompts is None else prompts[chosen]
             tags = None if tags is None else tags[chosen]
-            tenants = tenants[: len(chosen)]
         slots = NONE
         if len(chosen):
             slots = self._unused(len(chosen))
-            self._begin(group, keys, slots, tenants, prompts, tags)
-        over_quota = len(wanted) - within
-        dropped = len(lacking) - over_quota - len(chosen)
-        quota = len(self.generation) if self.quota is None else self.quota
-        left = max(0, min(self._num_available, quota - len(slots)))
-        return Kept(chosen, slots, over_quota, dropped, lacking[most:][:left])
+            self._begin(group, keys, slots, prompts, tags)
+        beyond = lacking[most:][: self._num_available]
+        return Kept(chosen, slots, len(lacking) - len(chosen), beyond)
 
     def keep_shards(
         self,
         groups: Sequence[int],
         keys: Sequence[SlotKey],
         most: int,
-        tenant: Ints | int = 0,
         prompts: Ints | None = None,
         tags: Sequence[Tags] | None = None,
     ) -> KeptShards:
@@ -447,7 +417,7 @@ class SlotPool:
 
         Args:
             groups: the slot groups of the shards, each with a stripe of its own.
-            keys, tenant, prompts: as for `keep`.
+            keys, prompts: as for `keep`.
             most: most blocks to keep.
             tags: of the blocks, by shard, if the caller has them.
         """
@@ -455,17 +425,11 @@ class SlotPool:
         lacks = np.array([self._index.each(group, keys) < 0 for group in groups])
         lacking = np.flatnonzero(lacks.any(axis=0))
         wanted = lacking[:most]
-        owners = np.full(len(keys), tenant) if isinstance(tenant, int) else tenant
-        by_block = lacks[:, wanted].sum(axis=0)
-        within = len(wanted)
-        if len(wanted) and not self.fits(np.repeat(owners[wanted], by_block)):
-            room = self._room(int(owners[wanted[0]]), int(by_block.sum()))
-            within = int(np.searchsorted(by_block.cumsum(), room, "right"))
         stripes = np.array([self._stripe_of[group] for group in groups], np.int64)
         available = self._available_by_stripe[stripes]
         # The leading blocks for whose shards there are slots.
         fit = (lacks[:, wanted].cumsum(axis=1) <= available[:, None]).all(axis=0)
-        chosen = wanted[: min(within, np.count_nonzero(fit))]
+        chosen = wanted[: np.count_nonzero(fit)]
         shards: list[tuple[Ints, Ints]] = []
         for shard, (group, stripe) in enumerate(zip(groups, stripes.tolist(), strict=True)):
             places = chosen[lacks[shard, chosen]]
@@ -476,28 +440,23 @@ class SlotPool:
                     group,
                     [keys[i] for i in places.tolist()],
                     slots,
-                    owners[places],
                     None if prompts is None else prompts[places],
                     None if tags is None else tags[shard][places],
                 )
             shards.append((places, slots))
-        over_quota = len(wanted) - within
-        dropped = len(lacking) - over_quota - len(chosen)
         left = self._available_by_stripe[stripes].min()
-        return KeptShards(shards, len(chosen), over_quota, dropped, lacking[most:][:left])
+        return KeptShards(shards, len(chosen), len(lacking) - len(chosen), lacking[most:][:left])
 
     def _begin(
         self,
         group: int,
         keys: Sequence[SlotKey],
         slots: Ints,
-        tenants: Ints,
         prompts: Ints | None,
         tags: Tags | None,
     ) -> None:
         """Copies of blocks begin, into unused slots; the arguments are as for `keep`."""
         self._renew(slots)
-        self._own(slots, tenants)
         self._fill(group, keys, slots, prompts, tags)
 
     def admits(
@@ -508,136 +467,32 @@ class SlotPool:
             return np.ones(len(keys), bool)
         return self._order.admits(_content_hashes(group, keys), admission, prompts)
 
-    def fits(self, tenants: Ints) -> bool:
-        """Whether each of these tenants may own as many more slots as it is named, without losing
-        any."""
-        if self.quota is None:
-            return True
-        found, counts = np.unique(tenants, return_counts=True)
-        return all(
-            not tenant or self._kept_of[tenant] + count <= self.quota
-            for tenant, count in zip(found.tolist(), counts.tolist(), strict=True)
-        )
+    def pin(self, slot_ids: Ints, until: Floats | float) -> int:
+        """Pin slots that `find` has found: they are not evicted before their pins end.
 
-    def may_own(self, slot_ids: Ints, tenants: Ints) -> bool:
-        """Whether each tenant may own its slot of these, without losing any; see `privilege`."""
-        return self.fits(tenants[self._tenant[slot_ids] == 0])
-
-    def _room(self, tenant: int, count: int) -> int:
-        """How many of `count` more slots a tenant may own. Evicts slots of its own if need be."""
-        if not tenant or self.quota is None:
-            return count
-        if (over := self._kept_of[tenant] + count - self.quota) > 0:
-            # At least 1/64 of the quota at once, because each call looks at all slots.
-            over = max(over, self.quota // 64)
-            gone = self._order.evict_of(np.flatnonzero(self._tenant == tenant), over)
-            self.num_cached -= len(gone)
-            self._keyed[gone] = False
-            if self.listing is not None:
-                self.listing.hide(gone)
-            self._settle(gone)
-        return max(0, min(count, self.quota - self._kept_of[tenant]))
-
-    def _own(self, slot_ids: Ints, tenants: Ints | int) -> None:
-        """Give slots without an owner to tenants; tenant 0 leaves them without."""
-        self._tenant[slot_ids] = tenants
-        self._count_owned(self._kept_of, slot_ids, 1)
-
-    def _disown(self, slot_ids: Ints) -> None:
-        self._count_owned(self._kept_of, slot_ids, -1)
-        self._tenant[slot_ids] = 0
-
-    def _count_owned(self, counter: Counter[int], slot_ids: Ints, each: int) -> None:
-        owners = self._tenant[slot_ids]
-        if not owners.any():
-            return
-        if (first := int(owners[0])) and (owners == first).all():  # most often; nothing to sort
-            tenants = [first]
-            counts = [len(owners)]
-        else:
-            found, numbers = np.unique(owners[owners != 0], return_counts=True)
-            tenants = found.tolist()
-            counts = numbers.tolist()
-        for tenant, count in zip(tenants, counts, strict=True):
-            counter[tenant] += each * count
-            if not counter[tenant]:
-                del counter[tenant]
-
-    def _count_privileged(self, slot_ids: Ints) -> None:
-        """Update the counts of privileged slots after a change of these (each named once).
-
-        Called before the slots change owner, because the counts are by tenant.
-        """
-        before = self._privileged[slot_ids]
-        now = self._order.privileged(slot_ids)
-        for changed, each in ((slot_ids[now & ~before], 1), (slot_ids[before & ~now], -1)):
-            if len(changed):
-                self.num_privileged += each * len(changed)
-                self._count_owned(self._privileged_of, changed, each)
-        self._privileged[slot_ids] = now
-
-    def privileged_of(self, tenant: int) -> int:
-        """Number of a tenant's slots that are favoured or pinned."""
-        return self._privileged_of[tenant]
-
-    def privileged(self, slot_ids: Ints) -> Bools:
-        """Which of these slots are favoured or pinned."""
-        return self._privileged[slot_ids]
-
-    def privilege(
-        self,
-        slot_ids: Ints,
-        tenant: Ints | int,
-        *,
-        favour: bool,
-        pin_until: NDArray[np.float64] | float | None,
-    ) -> int:
-        """Favour or pin slots that `find` has found, for a tenant.
-
-        A favoured slot is evicted later than others, until it gets another block. A pin ends when
-        `end_pins` finds its time over, and when its block goes: with `forget`, or with a failed
-        copy. A pin that ends later than `pin_until` keeps its end.
+        A pin ends when `end_pins` finds its time over, and when its block goes: with `forget`, or
+        with a failed copy. A pin that ends later than `until` keeps its end.
 
         Args:
-            slot_ids: in the order of their prompts.
-            tenant: may be an array with the tenant of each slot, if `may_own` allows that.
-            pin_until: when the pin ends, by the caller's clock, or an array with the end of each;
-                None pins nothing.
+            slot_ids: in the order of their prompts, each once. As many as `PIN_PART` allows are
+                pinned, the first of them.
+            until: when the pins end, by the caller's clock, or an array with the end of each.
 
         Returns:
-            Number of slots that were favoured or pinned; the tenant's quota bounds it.
+            Number of these slots that are pinned now.
         """
-        owned = self._tenant[slot_ids] != 0
-        if not isinstance(tenant, int):
-            self._own(slot_ids[~owned], tenant[~owned])
-            self._privilege(slot_ids, favour, pin_until)
-            return len(slot_ids)
-        assert pin_until is None or isinstance(pin_until, float)
-        kept = slot_ids[owned]
-        if len(kept):  # first, as `_room` may evict slots of this tenant
-            self._privilege(kept, favour, pin_until)
-        more = slot_ids[~owned]
-        if len(more):
-            more = more[: self._room(tenant, len(more))]
-            self._own(more, tenant)
-            self._privilege(more, favour, pin_until)
-        return len(kept) + len(more)
-
-    def _privilege(
-        self,
-        slot_ids: Ints,
-        favour: bool,
-        pin_until: NDArray[np.float64] | float | None,
-    ) -> None:
-        if favour:
-            self._order.favour(slot_ids[::-1])
-        if pin_until is not None:
-            end = np.ceil(np.asarray(pin_until) / _PIN_TICK_S) * _PIN_TICK_S
-            former = self._pinned_until[slot_ids] * self.pinned(slot_ids)
-            self._pinned_until[slot_ids] = np.maximum(former, end)
-            self._next_end = min(self._next_end, float(end.min()))
-            self._order.pin(slot_ids[::-1], pinned=True)
-        self._count_privileged(slot_ids)
+        new = ~self.pinned(slot_ids)
+        room = len(self.generation) // PIN_PART - self._order.num_pins
+        granted = ~new | (new.cumsum() <= room)
+        pinned = slot_ids[granted]
+        if not len(pinned):
+            return 0
+        ends = np.ceil(np.broadcast_to(until, len(slot_ids))[granted] / _PIN_TICK_S) * _PIN_TICK_S
+        former = self._pinned_until[pinned] * self.pinned(pinned)
+        self._pinned_until[pinned] = np.maximum(former, ends)
+        self._next_end = min(self._next_end, float(ends.min()))
+        self._order.pin(pinned[::-1], pinned=True)
+        return len(pinned)
 
     def pinned(self, slot_ids: Ints) -> Bools:
         """Which of these slots are pinned."""
@@ -655,7 +510,6 @@ class SlotPool:
             # In descending order, so that the end of a prompt is evicted before its beginning:
             # most prompts got their slots in ascending order.
             self._order.pin(due[::-1], pinned=False)
-            self._count_privileged(due)
             self.releases += 1
 
     def hold(self, slot_ids: Ints) -> None:
@@ -756,7 +610,6 @@ class SlotPool:
         if len(lost):
             self._keyed[lost] = False
             self._order.unused(lost)
-            self._count_privileged(lost)
         idle = unheld[~self._busy[unheld]]
         keep = self._ready[idle] & self._keyed[idle]
         kept, gone = idle[keep], idle[~keep]
@@ -769,8 +622,6 @@ class SlotPool:
         self._free[self._num_free : self._num_free + len(gone)] = np.sort(gone)[::-1]
         self._ready[gone] = False
         self._order.unused(gone)
-        self._count_privileged(gone)
-        self._disown(gone)
         self._num_free += len(gone)
         if self._stripes > 1:
             self._free_by_stripe += count_by_stripe(gone, self._stripes)
@@ -782,14 +633,12 @@ class SlotPool:
             self.listing.clear()
         self.num_cached = 0
         cached = self._order.clear()
-        self._count_privileged(np.flatnonzero(self._privileged))
         # What `_settle` does with slots that have content and no key, of which there may be many.
         self._free[self._num_free : self._num_free + len(cached)] = cached[::-1]
         self._num_free += len(cached)
         if self._stripes > 1:
             self._free_by_stripe += count_by_stripe(cached, self._stripes)
         self._ready[cached] = False
-        self._disown(cached)
         self.releases += 1
 
 

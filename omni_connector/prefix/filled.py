@@ -14,7 +14,7 @@ class FilledRuns:
 
     Attributes:
         keys, hashes, block_ids: of each block. A key may be there more than once.
-        runs: for consecutive blocks their number, and the `Candidate.prompt` and tenant of all.
+        runs: for consecutive blocks their number, and the `Candidate.prompt` of all.
         hints: of each run.
         hinted: whether any block has hints.
     """
@@ -22,7 +22,7 @@ class FilledRuns:
     keys: list[bytes] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
-    runs: list[tuple[int, int, int]] = field(default_factory=list)
+    runs: list[tuple[int, int]] = field(default_factory=list)
     hints: list[Hints] = field(default_factory=list)
     hinted: bool = False
 
@@ -33,20 +33,19 @@ class FilledRuns:
         block_ids: list[int],
         *,
         prompt: int,
-        tenant: int,
         hints: Hints,
     ) -> None:
         """Append blocks of one prompt."""
         self.keys += keys
         self.hashes += hashes
         self.block_ids += block_ids
-        self.runs.append((len(keys), prompt, tenant))
+        self.runs.append((len(keys), prompt))
         self.hints.append(hints)
         self.hinted = self.hinted or hints is not NO_HINTS
 
     def blocks(self) -> FilledBlocks:
         """All of them, each key once, with the hints of all its requests."""
-        counts, prompts, tenants = np.array(self.runs, np.int64).reshape(-1, 3).T
+        counts, prompts = np.array(self.runs, np.int64).reshape(-1, 2).T
         hints: list[Hints] | None = None
         if self.hinted:
             pairs = zip(self.hints, counts.tolist(), strict=True)
@@ -56,7 +55,6 @@ class FilledRuns:
             self.hashes,
             np.array(self.block_ids, np.int64),
             prompts.repeat(counts),
-            tenants.repeat(counts),
             hints,
         )
         if len(set(self.keys)) == len(self.keys):

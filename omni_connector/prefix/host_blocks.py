@@ -8,7 +8,6 @@ leased. A reader notices by generation and key that a block was evicted before i
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -33,9 +32,9 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.kv.stripes import SlotGroup, slot_group_ranges
 from omni_connector.prefix.attaching import Arenas
-from omni_connector.prefix.hints import FilledBlocks, HintPolicy
+from omni_connector.prefix.hints import FilledBlocks
 from omni_connector.prefix.neighbours import Neighbour, Neighbours
-from omni_connector.runtime.stats import Stats
+from omni_connector.runtime.context import EngineContext
 
 NOBODY: Final = -1
 """Owner of a block that no engine has."""
@@ -167,9 +166,9 @@ class HostBlocks:
         slot_groups: see `kv.stripes`; none where each group has one.
         key_prefix: prefix of the keys of this engine's blocks.
         load_timeout: seconds that a load may take.
-        hint_policy: follows hints in the own arena.
         admission: which new blocks get a slot in a full arena.
-        stats: counts blocks that are not kept.
+        context: the clock of `SlotPool.end_pins`; statistics, which count blocks that are not kept
+            or not pinned.
 
     Attributes:
         num_slots: of this engine's arenas.
@@ -188,14 +187,13 @@ class HostBlocks:
         slot_groups: tuple[SlotGroup, ...] = (),
         key_prefix: bytes,
         load_timeout: float,
-        hint_policy: HintPolicy,
         admission: Admission,
-        stats: Stats,
+        context: EngineContext,
     ) -> None:
         self._pool = pool
-        self._hint_policy = hint_policy
         self._admission: Final = admission
-        self._stats = stats
+        self._clock = context.clock
+        self._stats = context.stats
         self._own = Neighbour(index, arenas, own=True)
         self._neighbours = neighbours
         # Where a group keeps all tokens, a prefix ends at the first block that is missing.
@@ -424,34 +422,20 @@ class HostBlocks:
             new, tags = _chosen(*lacks, there(g, lacks[0]))
             dropped += len(lacks[0]) - len(new)
             numbers = self._slot_groups[g]
-            kept: list[list[tuple[FilledBlocks, Ints]]] = [[] for _ in numbers]
-            waits = set[bytes]()
-            for theirs, whose in self._by_quota(new, tags, len(numbers)):
-                given = self._take(g, theirs, whose, max(0, min(most, left // len(numbers))))
-                if given.over_quota:
-                    self._stats.count("blocks_over_quota", given.over_quota)
-                some = theirs.at(given.beyond[:max_waiting])
-                if len(some):
-                    waiting.append((g, some))
-                    max_waiting -= len(some)
-                    waits.update(some.keys)
-                dropped += given.dropped - len(some)
-                most -= given.num_blocks
-                for of_shard, (chosen, taken) in zip(kept, given.shards, strict=True):
-                    left -= len(taken)
-                    of_shard.append((theirs.at(chosen), taken))
-            if candidates.hints is not None:
-                now = candidates
-                if waits:
-                    now = now.at(np.flatnonzero([each not in waits for each in now.keys]))
-                for number in numbers:
-                    self._hint_policy.grant(number, now)
-            for number, of_shard in zip(numbers, kept, strict=True):
-                block_ids = [blocks.block_ids for blocks, _ in of_shard]
-                groups[number] = 0, np.concatenate([NONE, *block_ids])
-                for blocks, taken in of_shard:
-                    slots.append(taken)
-                    keys += header_keys(self._key_prefix, number, blocks.keys)
+            given = self._take(g, new, tags, max(0, min(most, left // len(numbers))))
+            waits = new.at(given.beyond[:max_waiting])
+            if len(waits):
+                waiting.append((g, waits))
+                max_waiting -= len(waits)
+            dropped += given.dropped - len(waits)
+            most -= given.num_blocks
+            self._pin(numbers, candidates, set(waits.keys))
+            for number, (chosen, taken) in zip(numbers, given.shards, strict=True):
+                left -= len(taken)
+                blocks = new.at(chosen)
+                groups[number] = 0, blocks.block_ids
+                slots.append(taken)
+                keys += header_keys(self._key_prefix, number, blocks.keys)
         slot_ids = np.concatenate([NONE, *slots])
         if not slot_ids.size:
             return None, dropped, waiting
@@ -467,36 +451,35 @@ class HostBlocks:
         with self._pool.lock:
             if len(numbers) > 1:
                 return self._pool.keep_shards(
-                    numbers, blocks.keys, most, blocks.tenants, blocks.prompts, list(tags)
+                    numbers, blocks.keys, most, blocks.prompts, list(tags)
                 )
-            given = self._pool.keep(
-                numbers.start, blocks.keys, most, blocks.tenants, blocks.prompts, tags
-            )
+            given = self._pool.keep(numbers.start, blocks.keys, most, blocks.prompts, tags)
         shards = [(given.chosen, given.slots)]
-        return KeptShards(shards, len(given.slots), given.over_quota, given.dropped, given.beyond)
+        return KeptShards(shards, len(given.slots), given.dropped, given.beyond)
+
+    def _pin(self, groups: range, blocks: FilledBlocks, waits: set[bytes]) -> None:
+        """Pin those of these blocks that hints ask for, in each of their slot groups, except those
+        that wait. They are in the arena, or are being copied there."""
+        if blocks.hints is None:
+            return
+        pins_s = blocks.pins_s
+        asked = [i for i in np.flatnonzero(pins_s).tolist() if blocks.keys[i] not in waits]
+        if not asked:
+            return
+        pins_s = pins_s[asked]
+        keys = [blocks.keys[i] for i in asked]
+        for group in groups:
+            with self._pool.lock:
+                slots = self._pool.places(group, keys)
+                there = slots >= 0
+                pinned = self._pool.pin(slots[there], self._clock() + pins_s[there])
+            if refused := len(keys) - pinned:
+                self._stats.count("pins_refused", refused)
 
     def _living(self) -> Sequence[Neighbour]:
         """This engine and its neighbours. Orphans do not count, as they go soon: what is read from
         them is kept here."""
         return [self._own, *(each for each in self._neighbours.present() if not each.orphan)]
-
-    def _by_quota(
-        self, blocks: FilledBlocks, tags: Tags, shards: int
-    ) -> list[tuple[FilledBlocks, Tags]]:
-        """The blocks and their tags: all together; or each tenant's, as each quota is checked by
-        itself, if a tenant has no room for all of its blocks.
-
-        Args:
-            shards: slots that each block takes.
-        """
-        if not len(blocks):
-            return []
-        with self._pool.lock:
-            if self._pool.fits(blocks.tenants if shards == 1 else blocks.tenants.repeat(shards)):
-                return [(blocks, tags)]
-        order = np.argsort(blocks.tenants, kind="stable")
-        ends = np.flatnonzero(np.diff(blocks.tenants[order])) + 1
-        return [(blocks.at(part), tags[..., part]) for part in np.split(order, ends)]
 
     def lacks(self, tags: Tags, *, here: Bools | bool) -> Bools:
         """Which of the blocks of these tags no living engine has. The others count as used, so that
@@ -524,7 +507,7 @@ class HostBlocks:
     def _lacking(self, group: int, filled: FilledBlocks) -> tuple[FilledBlocks, Tags]:
         """The blocks to save, and their tags: no engine has them (or hints ask for them in the own
         arena), and the admission policy admits them."""
-        here = False if filled.hints is None else filled.mask(attrgetter("keeps_here"))
+        here = False if filled.hints is None else filled.keeps_here
         tags = self._tags(group, filled.keys)
         new, tags = _chosen(filled, tags, self.lacks(tags, here=here))
         if not len(new):
@@ -540,7 +523,7 @@ class HostBlocks:
         if new.hints is None:
             with self._pool.lock:
                 return self._pool.admits(group, new.keys, self._admission, new.prompts)
-        admitted = new.mask(attrgetter("asks_arena"))
+        admitted = new.keeps_here
         others = new.at(np.flatnonzero(~admitted))
         with self._pool.lock:
             admitted[~admitted] = self._pool.admits(

@@ -58,7 +58,6 @@ class SharedPrompt:
     adapter: str  # digest of the LoRA adapter's content; "" without one
     block_sizes: tuple[tuple[int, int], ...]  # of each group: tokens, and hashes, of a block
     sent: list[int]  # for each group, the leading blocks already considered for arena and store
-    tenant: int
     hints: Hints
     tokens_ahead: int = 0  # tokens after a block that its KV depends on
     thoughts: Thoughts | None = None  # from which on its answer is not kept; None: keep all of it

@@ -424,7 +424,7 @@ class PrefixSaves:
             return
         # Of its hints none is followed: the next turn, which asks for the same, leaves another.
         filled = [
-            FilledBlocks.of([Candidate(g, name, block_id, TAILS, prompt.tenant)])
+            FilledBlocks.of([Candidate(g, name, block_id, TAILS)])
             for g, block_id in enumerate(block_ids)
         ]
         self._copy(saves, host, filled, most, _all_there, counted_as=_TAILS_KEPT)
@@ -492,7 +492,6 @@ class PrefixSaves:
                 run.hashes,
                 run.block_ids,
                 prompt=prompt.number,
-                tenant=prompt.tenant,
                 hints=prompt.hints,
             )
         return [each.blocks() for each in columns]

@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final
 
+from omni_connector.config import HintName
 from omni_connector.copy.held_blocks import CopyWork, EngineRequest
 from omni_connector.errors import OmniError
 from omni_connector.kv.tails import Tail
 from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.explain import ExplainedEngine, Explainer
-from omni_connector.prefix.hints import NO_HINTS, HintRules, Hints
+from omni_connector.prefix.hints import NO_HINTS, Hints
 from omni_connector.prefix.host_blocks import Found, HostBlocks
 from omni_connector.prefix.key_prefix import KeyPrefix
 from omni_connector.prefix.loads import BlockTables, PrefixLoads
@@ -60,7 +61,7 @@ class SharedPrefix:
         groups: the cache groups that this engine keeps.
         tails: finds the ends of earlier requests within blocks; None finds none.
         prefix: of this engine's keys.
-        hint_rules: which hints of requests are followed.
+        followed_hints: which hints of requests are followed.
         thinking: the tokens with which a reasoning model thinks; None where they are not known.
         lookup_timeout: seconds that a request waits for the store's answer.
         context: clock and statistics.
@@ -77,7 +78,7 @@ class SharedPrefix:
         groups: SharedGroups,
         tails: Tails | None,
         prefix: KeyPrefix,
-        hint_rules: HintRules,
+        followed_hints: frozenset[HintName],
         thinking: ThinkingTokens | None,
         lookup_timeout: float,
         context: EngineContext,
@@ -94,7 +95,7 @@ class SharedPrefix:
         self._tokens_ahead = groups.tokens_ahead
         self._tails = tails
         self._prefix = prefix
-        self._hint_rules = hint_rules
+        self._followed_hints = followed_hints
         self._thinking = thinking
         self._lookup_timeout = lookup_timeout
         self._clock = context.clock
@@ -128,10 +129,10 @@ class SharedPrefix:
 
     def followed(self, asked: Hints) -> Hints:
         """Those of the hints of a request that are followed."""
-        hints, refused = asked.allowed(self._hint_rules.allowed)
+        hints, refused = asked.allowed(self._followed_hints)
         if refused:
             self._stats.count("hints_refused", refused)
-        if self._host is None and hints.asks_arena:
+        if self._host is None and hints.keeps_here:
             self._stats.count("bad_hints")
             hints = NO_HINTS
         return hints
@@ -164,7 +165,6 @@ class SharedPrefix:
             block_sizes=self._block_sizes,
             tokens_ahead=self._tokens_ahead,
             sent=[0] * len(self._groups),
-            tenant=self._hint_rules.tenant(request.cache_salt),
             hints=hints,
             thoughts=self._thoughts(hints),
             opaque=opaque,
@@ -175,7 +175,7 @@ class SharedPrefix:
 
     def _thoughts(self, hints: Hints) -> Thoughts | None:
         """What finds the thoughts in an answer that is kept up to these; None if it is kept."""
-        keeps = hints.thinking == "keep" or (hints.thinking is None and hints.asks_arena)
+        keeps = hints.thinking == "keep" or (hints.thinking is None and hints.keeps_here)
         return None if keeps or self._thinking is None else Thoughts(self._thinking)
 
     def _look_up(self, prompt: SharedPrompt) -> None:

@@ -47,7 +47,6 @@ from omni_connector.net.runtime import is_dead, loopback_key, runtime_dir, socke
 from omni_connector.net.status import EngineStatus, StatusReport, Usage
 from omni_connector.plugin import require_supported_vllm
 from omni_connector.prefix.explain import ExplainedEngine
-from omni_connector.prefix.hints import HintPolicy, HintRules
 from omni_connector.prefix.host_blocks import HostBlocks, touch
 from omni_connector.prefix.key_prefix import KeyPrefix
 from omni_connector.prefix.loads import PrefixLoads
@@ -509,7 +508,7 @@ class _Assembly:
             groups=groups,
             tails=tails,
             prefix=prefix,
-            hint_rules=HintRules(frozenset(config.hints), frozenset(config.tenants)),
+            followed_hints=frozenset(config.hints),
             thinking=self._thinking_tokens(),
             lookup_timeout=0.0 if config.store is None else config.store.lookup_timeout_s,
             context=self._context,
@@ -609,9 +608,8 @@ class _Assembly:
             slot_groups=self._ours.slot_groups,
             key_prefix=prefix,
             load_timeout=config.load_timeout_s,
-            hint_policy=HintPolicy(pool, self._context, config.pin_part, config.tenant_quota),
             admission=config.admission,
-            stats=self._stats,
+            context=self._context,
         )
 
 

@@ -186,7 +186,7 @@ def take_hints(
     if bad and (wrong := wrong_hint(known, extra_args)):
         warnings.warn("Request %s: %s (bad_hints)", request.request_id, plain(wrong)[:_SHOWN_CHARS])
     if shared is None:
-        bad += hints.asks_arena
+        bad += hints.keeps_here
         hints = NO_HINTS
     else:
         hints = shared.followed(hints)

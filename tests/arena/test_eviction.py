@@ -88,17 +88,6 @@ def test_what_was_evicted_lately_counts_however_much_was_evicted_before() -> Non
     assert kept(pool, "back") == 1
 
 
-@pytest.mark.parametrize("number", [3, 4])
-def test_all_blocks_of_a_prompt_that_is_favoured_stay(number: int) -> None:
-    pool = SlotPool(6)
-    favoured = "abcd"[:number]
-    slots = np.array(use(pool, *favoured), np.int64)
-    assert pool.privilege(slots, 1, favour=True, pin_until=None) == number
-    for word in "efghij":
-        use(pool, word)
-    assert kept(pool, *favoured) == number
-
-
 def test_what_was_evicted_long_ago_does_not() -> None:
     pool = SlotPool(4)
     for word in ("back", *"abcdijkl", "back", *"efgh"):
@@ -206,7 +195,7 @@ def test_prompts_copied_in_steps_lose_their_ends_first_once_they_are_requeued() 
 def test_only_cached_slots_that_are_not_pinned_are_requeued() -> None:
     pool = SlotPool(6)
     cached, pinned, held, reused = (use(pool, word)[0] for word in "abcd")
-    pool.privilege(np.array([pinned]), 0, favour=False, pin_until=10.0)
+    pool.pin(np.array([pinned]), 10.0)
     assert pool.take([keys("c")], [0]) is not None
     filling = pool.keep(0, [b"e"], 1).slots[0]
     stamps = pool._order._stamp.copy()
@@ -348,9 +337,9 @@ def test_the_pins_of_a_copy_end_when_nobody_can_find_it_any_more() -> None:
     asked = keys("a", "b")
     slots = pool.take([asked], [0])[0][0]  # type: ignore[index]
     pool.fill(0, asked, slots)
-    assert pool.privilege(slots, 1, favour=True, pin_until=10.0) == 2
+    assert pool.pin(slots, 10.0) == 2
     pool.let_go(slots)
-    assert pool.num_privileged == 0
+    assert not pool.pinned(slots).any()
     pool.filled(slots)
     assert pool.counts() == (8, 0, 0)
 
@@ -361,7 +350,6 @@ class _Fate(NamedTuple):
     copied: bool | None  # None: it is still being copied
     keyed: bool
     again: bool
-    favoured: bool
     pinned: bool
 
 
@@ -372,7 +360,6 @@ class _Fate(NamedTuple):
             copied=st.sampled_from([True, True, True, False, None]),
             keyed=st.sampled_from([True, True, True, False]),
             again=st.booleans(),
-            favoured=st.sampled_from([False, False, True]),
             pinned=st.sampled_from([False, False, True]),
         ),
         min_size=1,
@@ -392,9 +379,8 @@ def test_many_slots_are_let_go_of_as_one_after_the_other_would_be(fates: list[_F
                 (pool.filled if fate.copied else pool.unfilled)(this)
             if fate.again:
                 pool.touch(this, pool.generation[this])
-            if fate.keyed and fate.copied and (fate.favoured or fate.pinned):
-                until = 1.0 if fate.pinned else None
-                pool.privilege(this, 1, favour=fate.favoured, pin_until=until)
+            if fate.keyed and fate.copied and fate.pinned:
+                pool.pin(this, 1.0)
         for part in slots[:, None] if one_by_one else [slots]:
             pool.let_go(part)
         number = pool.num_cached - pool.num_pinned
@@ -405,7 +391,7 @@ def test_many_slots_are_let_go_of_as_one_after_the_other_would_be(fates: list[_F
     assert one.counts() == other.counts()
     assert (one._ready == other._ready).all()
     assert (one._keyed == other._keyed).all()
-    assert one.num_privileged == other.num_privileged
+    assert one._order.num_pins == other._order.num_pins
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -151,8 +151,7 @@ class ShardMachine(RuleBasedStateMachine):
         self.pool.touch(slots, self.pool.generation[slots])
         here = slots[self.pool._order.here(slots)]
         if len(here) and data.draw(st.booleans()):
-            favour = data.draw(st.booleans())
-            self.pool.privilege(here, 0, favour=favour, pin_until=self.now + 1.0)
+            self.pool.pin(here, self.now + 1.0)
         else:
             self.now += data.draw(st.sampled_from((0.5, 2.0)))
             self.pool.end_pins(self.now)

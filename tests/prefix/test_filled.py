@@ -8,12 +8,12 @@ from omni_connector.prefix.filled import FilledRuns
 from omni_connector.prefix.hints import NO_HINTS, Hints
 
 PINNED = Hints(pin_s=5.0)
-HIGH = Hints(cache="high")
+PREFETCHED = Hints(prefetch=True)
 
 runs = st.lists(
     st.tuples(
         st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True),
-        st.sampled_from([NO_HINTS, PINNED, HIGH]),
+        st.sampled_from([NO_HINTS, PINNED, PREFETCHED]),
     ),
     min_size=1,
     max_size=5,
@@ -26,7 +26,7 @@ def collected(asked: list[tuple[list[int], Hints]]) -> FilledRuns:
         keys = [b"%d" % each for each in blocks]
         hashes = [b"h" + each for each in keys]
         ids = [10 * number + each for each in blocks]
-        filled.add(keys, hashes, ids, prompt=number, tenant=-number, hints=hints)
+        filled.add(keys, hashes, ids, prompt=number, hints=hints)
     return filled
 
 
@@ -44,7 +44,6 @@ def test_each_key_is_there_once_with_the_hints_of_all_its_requests(
             wanted[key] = hints.joined(wanted.get(key, hints))
     places = zip(blocks.prompts.tolist(), blocks.block_ids.tolist(), strict=True)
     assert dict(zip(blocks.keys, places, strict=True)) == last
-    assert blocks.tenants.tolist() == [-prompt for prompt in blocks.prompts.tolist()]
     assert blocks.cached_as == [b"h" + each for each in blocks.keys]
     if blocks.hints is None:
         assert all(hints is NO_HINTS for _, hints in asked)

@@ -26,7 +26,6 @@ def shared(adapter: str = "", hashed_tokens: int | None = None, step: int = 1) -
         adapter=adapter,
         block_sizes=((16 * step, step),),
         sent=[0],
-        tenant=0,
         hints=Hints(),
     )
 

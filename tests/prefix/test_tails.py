@@ -52,7 +52,6 @@ def prompt_of(tokens: list[int], **options: Any) -> SharedPrompt:
         adapter=options.pop("adapter", ""),
         block_sizes=((BLOCK, 1),) * 2,
         sent=[0, 0],
-        tenant=0,
         hints=Hints(),
         **options,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients of a simulation ask of the prefix cache: hints, salts, and bounds of engines."""
+"""What clients of a simulation ask of the prefix cache: hints and salts."""
 
 import random
 from dataclasses import dataclass, replace
@@ -63,17 +63,10 @@ def hinted(plan: Plan, draw: random.Random) -> Plan:
     own = any("wish" in event.how for event in plan.events)
     if own or not (first.hosts or first.shares) or draw.random() >= _OFTEN:
         return plan
-    part = draw.choice((0.25, 0.25, 0.5, 1.0, 0.1, 0.0))
-    quota = draw.choice((1.0, 1.0, 0.5, 0.2, 0.0))
-    # Of what is drawn, so that all later draws stay as they are.
-    tenants = ("a",) if quota == 0.2 else ("*",)
-    engines = tuple(
-        replace(each, pin_part=part, tenants=tenants, tenant_quota=quota) for each in plan.engines
-    )
     salts = (None, "a", "b") if draw.random() < _SALTED_OFTEN else (None,)
     often = draw.choice((0.3, 0.7, 1.0))
     events = tuple(_hinted(event, draw, salts, often) for event in plan.events)
-    return replace(plan, engines=engines, events=events)
+    return replace(plan, events=events, pin_part=draw.choice((4, 4, 2, 1)))
 
 
 def overlong(plan: Plan, draw: random.Random) -> Plan:
@@ -123,16 +116,16 @@ def _hinted(
 
 
 def _wish(draw: random.Random) -> Wish:
-    kind = draw.choice(("no", "high", "normal", "pin", "pin", "pin", "prefetch", "nonsense"))
+    kind = draw.choice(("no", "normal", "pin", "pin", "pin", "prefetch", "nonsense"))
     if kind == "no":
         return Wish({"cache": "no"}, keeps=False)
-    if kind in ("high", "normal"):
+    if kind == "normal":
         return Wish({"cache": kind})
     if kind == "nonsense":
         return draw.choice(_NONSENSE)
     said: dict[str, Any] = {}
     if draw.random() < 0.3:
-        said["cache"] = draw.choice(("high", "normal"))
+        said["cache"] = draw.choice(("high", "normal"))  # of which the first is none any more
     seconds = draw.choice(_PIN_S) if kind == "pin" or draw.random() < 0.3 else 0.0
     if seconds:
         said["pin_s"] = seconds

@@ -69,6 +69,7 @@ class Plan:
         buffers: slots that a staging buffer of a simulated accelerator holds, on which every engine
             computes then; 0: all compute on the host.
         interrupts: how often a thread is interrupted where it takes a lock or lets go of one.
+        pin_part: at most one slot in so many is pinned.
     """
 
     seed: str
@@ -81,6 +82,7 @@ class Plan:
     native: bool = True
     buffers: int = 0
     interrupts: float = 0.0
+    pin_part: int = 4
 
     def only(self, numbers: set[int]) -> "Plan":
         """The same with these events only."""

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from omni_connector.arena import slot_pool
 from omni_connector.handoff.prompt import Prompt
 from tests import inspection
 from tests.simulation.engines.engine import SimulatedEngine
@@ -35,14 +36,12 @@ class Wishes:
         given: the wish of each request that has one, by id.
         handed: requests that are handed off, and whose blocks are kept whatever they say.
         wanted: hashes of blocks that some request lets the engines keep.
-        salts: the salt of the requests that have each block, by its hash.
     """
 
     looked_at: bool
     given: dict[str, Wish] = field(default_factory=dict)
     handed: set[str] = field(default_factory=set)
     wanted: set[bytes] = field(default_factory=set)
-    salts: dict[bytes, str | None] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -96,9 +95,8 @@ class Promises:
         self._went_on: set[str] = set()  # requests that a reset has come in between
         self._asked: set[int] = set()  # tags of blocks to be pinned, of these weights
         self._pinned: set[int] = set()  # tags of pinned blocks
-        self._privileged: set[int] = set()  # slots that had a privilege after the step before
+        self._pins_before: set[int] = set()  # slots that were pinned after the step before
         self._pins: dict[bytes, _Pin] = {}  # by what is in the header of the slot
-        self._handed: dict[int, int] = {}  # slots that hand-offs took, and in which generation
         self._seen: Mapping[int, bytes] = {}
         self._resets: object = None
         # Blocks that wait until earlier copies have ended: whose they are, of which group, since
@@ -147,9 +145,9 @@ class Promises:
         self._nothing_unwanted(names, stored)
         if hosts:
             self._pins_stay(set(names.values()), now)
-            self._bounds_hold(half, inspection.privileged(half), names)
+            self._bounds_hold(half)
             self._copies_hold_few(half)
-            self._privileged = set(inspection.privileged(half))
+            self._pins_before = set(inspection.pinned(half).tolist())
 
     def _notice_reset(self, half: Any) -> None:
         if not inspection.weights_known(half):
@@ -205,10 +203,8 @@ class Promises:
             yield g, [key for key, block in pairs if block.block_hash is not None]
 
     def _remember(self, request: Any, wish: Wish, keys: list[bytes]) -> None:
-        hashes = [key[:_HASH_BYTES] for key in keys]
         if wish.keeps or request.request_id in self._wishes.handed:
-            self._wishes.wanted.update(hashes)
-        self._wishes.salts.update(dict.fromkeys(hashes, request.cache_salt))
+            self._wishes.wanted.update(key[:_HASH_BYTES] for key in keys)
 
     def _asks(
         self,
@@ -257,24 +253,18 @@ class Promises:
                 name = beginning + key[:_HASH_BYTES]
                 pin = self._pins.setdefault(name, _Pin(tag))
                 pin.until = max(pin.until, since + wish.pin_s)
-        shape = self._engine.shape
         # The control thread may have ended pins since these were refused.
-        privileged = len(self._privileged | set(inspection.privileged(half)))
-        room = shape.pin_part * inspection.num_slots(half) - privileged
-        if refused and shape.tenant_quota == 1 and room >= 1:
+        pinned = self._pins_before | set(inspection.pinned(half).tolist())
+        if refused and len(pinned) < inspection.num_slots(half) // slot_pool.PIN_PART:
             raise Violation(
                 "hint_ignored",
-                f"{shape.name} does not pin {refused} blocks of {request_id}, "
+                f"{self._engine.name} does not pin {refused} blocks of {request_id}, "
                 "although they are in its arena, and there is room",
             )
 
     def _evicts_nothing(self, half: Any) -> bool:
         """Whether all blocks that a step has filled have had room, and took it from no other."""
-        return (
-            self._engine.shape.tenant_quota == 1
-            and inspection.free_slots(half) > 0
-            and not inspection.counted(half, "blocks_dropped")
-        )
+        return inspection.free_slots(half) > 0 and not inspection.counted(half, "blocks_dropped")
 
     def _nothing_unwanted(self, names: Mapping[int, bytes], stored: Iterable[str]) -> None:
         for slot, name in names.items():
@@ -304,38 +294,11 @@ class Promises:
                     raise Violation("pin_broken", f"{name} pins a block no more, which is copied")
                 del self._pins[key]
 
-    def _bounds_hold(self, half: Any, privileged: Any, names: Mapping[int, bytes]) -> None:
-        shape, num_slots = self._engine.shape, inspection.num_slots(half)
-        if len(privileged) > shape.pin_part * num_slots:
-            raise Violation(
-                "beyond_bounds", f"{shape.name} has {len(privileged)} pinned or favoured slots"
-            )
-        if shape.tenant_quota == 1:
-            return
-        generations = inspection.generations(half)
-        for handoff in inspection.handoffs(half):
-            for slot in handoff.held.tolist():
-                self._handed[slot] = generations[slot]
-        above_others = set(privileged.tolist())
-        kept: Counter[str | None] = Counter()
-        privileged_of: Counter[str | None] = Counter()
-        for slot, name in names.items():
-            tenant = self._wishes.salts[name[_GROUP_BYTES:]]
-            if "*" not in shape.tenants and tenant not in shape.tenants:
-                tenant = None
-            privileged_of[tenant] += slot in above_others
-            if slot in above_others or self._handed.get(slot) != generations[slot]:
-                kept[tenant] += 1
-        for tenant, number in kept.items():
-            if (
-                number > shape.tenant_quota * num_slots
-                or privileged_of[tenant] > shape.tenant_quota * shape.pin_part * num_slots
-            ):
-                raise Violation(
-                    "beyond_bounds",
-                    f"{shape.name} keeps {number} blocks of tenant {tenant!r}, "
-                    f"{privileged_of[tenant]} of them pinned or favoured, in {num_slots} slots",
-                )
+    def _bounds_hold(self, half: Any) -> None:
+        if (pinned := len(inspection.pinned(half))) > inspection.num_slots(
+            half
+        ) // slot_pool.PIN_PART:
+            raise Violation("beyond_bounds", f"{self._engine.name} has {pinned} pinned slots")
 
     def _copies_hold_few(self, half: Any) -> None:
         most = self._engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks // 4
@@ -365,11 +328,11 @@ def _up_to(
 
 def arena_is_free(half: Any) -> bool:
     """Whether all slots of an engine at rest can be taken for one hand-off, and nothing is pinned,
-    or counted as a tenant's, then. Takes the place of what is cached."""
+    or counted as pinned, then. Takes the place of what is cached."""
     directory = inspection.directory(half)
     if directory is None:
         return True
-    if directory.pool.num_pinned or len(inspection.pinned(half)):
+    if inspection.num_pins(half) or len(inspection.pinned(half)):
         return False
     prompt = Prompt(token_ids=(0,), num_tokens=1)
     # Blocks of a group whose slots may lie anywhere.
@@ -380,7 +343,5 @@ def arena_is_free(half: Any) -> bool:
     handoff = directory.open(prompt, keys)
     if handoff is None or len(np.unique(handoff.held)) < directory.num_slots:
         return False
-    owned = inspection.owned(half)
-    privileged = directory.pool.num_privileged
     directory.close(handoff.token)
-    return not owned and not privileged
+    return True

@@ -20,7 +20,7 @@ import torch
 from vllm.v1 import kv_cache_interface
 
 from omni_connector import config, plugin
-from omni_connector.arena import arena, part_sums
+from omni_connector.arena import arena, part_sums, slot_pool
 from omni_connector.copy import host, host_rows, jobs
 from omni_connector.copy.native import native_copy
 from omni_connector.kv import parts
@@ -123,6 +123,7 @@ def told(plan: Plan) -> tuple[Failure | None, tuple[str, ...]]:
     with _alarm(), errors:
         try:
             jobs.BATCH_BYTES = plan.piece_bytes  # type: ignore[misc]
+            slot_pool.PIN_PART = plan.pin_part  # type: ignore[misc]
             for module, name, made in _NATIVE:
                 setattr(module, name, made if plan.native else _nothing)
             cluster = Cluster(plan)
@@ -288,7 +289,7 @@ def _nothing_waits_for_its_time(cluster: Cluster, plan: Plan) -> None:
 
 def _pins_take_room(shape: EngineShape, plan: Plan) -> bool:
     """Whether a prompt that is to be handed on may wait for slots until a pin has ended."""
-    left = shape.slots - int(shape.pin_part * shape.slots)
+    left = shape.slots - shape.slots // plan.pin_part
     return left < groups_of(shape.family) * -(-LONGEST // shape.block_size) and any(
         event.how["wish"].pin_s for event in plan.events if event.how.get("wish")
     )
@@ -436,6 +437,7 @@ def laboratory() -> Iterator[None]:
     os.environ.update(variables)
     patched: list[tuple[Any, str, Any]] = [
         (jobs, "BATCH_BYTES", 1),
+        (slot_pool, "PIN_PART", slot_pool.PIN_PART),
         (arena, "_MANY", 0),  # loads are of few blocks
         (parts, "PART_BYTES", 64),
         (part_sums, "LEAST_SLOTS", 1),

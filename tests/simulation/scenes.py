@@ -6,6 +6,7 @@ seed's. Each was made for a mutant that no thousand seeds found. All its draws a
 seeds without a scene are as they were.
 """
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -437,10 +438,8 @@ def _left_pins(plan: Plan, draw: random.Random) -> Plan:
     engines = []
     for engine in plan.engines:
         groups = groups_of(engine.family)
-        slots = max(engine.slots, 40 * groups)
-        part = draw.choice((1.0, 1.5)) * groups * (length // engine.block_size) / slots
-        room = replace(engine, slots=slots, pin_part=min(part, 1.0), tenant_quota=1.0)
-        engines.append(replace(room, step_s=0.0))
+        blocks = draw.choice((1.0, 1.5)) * groups * (length // engine.block_size)
+        engines.append(replace(engine, slots=math.ceil(plan.pin_part * blocks), step_s=0.0))
     trouble = {"slow_copies": draw.choice((SLOW_S, 0.1))}
     return replace(
         plan, engines=tuple(engines), events=_events(happens), pace=0.0002, trouble=trouble

@@ -72,7 +72,7 @@ def test_the_plans_of_seeds_differ_and_hold_all_kinds_of_engines_and_events():
     shapes = [engine for plan in plans for engine in plan.engines]
     names = ("family", "block_size", "ranks", "runner", "overlap", "policy", "shares", "hosts")
     assert 10 < sum(bool(plan.engines[0].stages) for plan in plans) < 40
-    for name in (*names, "caching", "pin_part", "tenant_quota"):
+    for name in (*names, "caching"):
         assert len({getattr(shape, name) for shape in shapes}) > 1, name
     sizes = Counter(len({shape.block_size for shape in plan.engines}) for plan in plans)
     assert sizes[2] > 40
@@ -139,7 +139,7 @@ def test_engines_of_a_host_find_blocks_in_each_other_s_arenas_and_in_their_own(c
     assert counted["tokens_from_host"] > 500
     assert counted["tokens_kept"] > 100
     # Slots that are evicted meanwhile are met by too few plans to count on.
-    for refused in ("bad_hints", "pins_refused", "blocks_over_quota"):
+    for refused in ("bad_hints", "pins_refused"):
         assert counted[refused] > 10, refused
 
 

@@ -152,7 +152,7 @@ def test_new_blocks_are_kept_only_where_some_are_used_again(sharer, tokens):
     assert_clean(first, second)
 
 
-@pytest.mark.parametrize("hint", [{"pin_s": 5}, {"prefetch": True}, {"cache": "high"}])
+@pytest.mark.parametrize("hint", [{"pin_s": 5}, {"prefetch": True}])
 def test_new_blocks_that_are_asked_for_are_kept(sharer, hint):
     alone = sharer(extra={**slots(16), "admission": "second_hit"})
     publish(alone, prompt(4 * BLOCK, seed=1))
@@ -571,22 +571,13 @@ def test_what_is_to_be_kept_out_is_neither_kept_nor_stored_but_loads(sharer, she
     assert kept(first) == 0
 
 
-@pytest.mark.parametrize(("cache", "stays"), [("high", 4), ("normal", 0)])
-def test_what_is_favoured_stays_longer(sharer, cache, stays):
-    first, second = sharer(extra={**slots(8), "pin_part": 0.5}), sharer()
-    publish(first, PREFIX[: 4 * BLOCK], params=hints(cache=cache))
-    crowd(first)
-    second.generate([*PREFIX[: 4 * BLOCK], 5])
-    assert second.count("tokens_from_host") == stays * BLOCK
-
-
 @pytest.mark.parametrize("already_kept", [False, True])
 def test_what_is_pinned_stays_until_its_time(sharer, already_kept):
     alone = sharer(extra=slots(16))
     if already_kept:
         publish(alone, PREFIX[: 4 * BLOCK])
     publish(alone, PREFIX[: 4 * BLOCK], params=hints(pin_s=600))
-    crowd(alone, 8, params=hints(cache="high"))
+    crowd(alone, 8)
     assert (pinned(alone), alone.usage) == (4, (0, 16, 0))
     other = sharer()
     other.generate([*PREFIX[: 4 * BLOCK], 5])
@@ -594,7 +585,7 @@ def test_what_is_pinned_stays_until_its_time(sharer, already_kept):
     neighbours(other)
     wait(lambda: inspection.used_again(alone.half))  # told later, it would outdo the second crowd
     alone.directory.pool.end_pins(float("inf"))
-    crowd(alone, 8, params=hints(cache="high"))
+    crowd(alone, 24)
     late = sharer()
     late.generate([*PREFIX[: 4 * BLOCK], 5])
     assert late.count("tokens_from_host") == 0
@@ -615,23 +606,12 @@ def test_no_more_is_pinned_than_the_share_of_the_arena(sharer):
     assert (pinned(alone), alone.count("pins_refused")) == (4, 2)
     publish(alone, PREFIX[: 4 * BLOCK], params=hints(pin_s=900))  # the first four are those pinned
     assert (pinned(alone), alone.count("pins_refused")) == (4, 2)
-    nothing = sharer(extra={**slots(16), "pin_part": 0})
-    publish(nothing, prompt(BLOCK), params=hints(pin_s=600))
-    assert (pinned(nothing), nothing.count("pins_refused")) == (0, 1)
     assert not alone.failures()
-
-
-def test_no_tenant_pins_more_than_its_share(sharer):
-    alone = sharer(extra={**slots(32), "tenants": ["*"], "tenant_quota": 0.5})
-    for salt in ("a", "b", "c"):
-        publish(alone, prompt(4 * BLOCK + 1), salt=salt, params=hints(pin_s=600))
-    publish(alone, prompt(BLOCK), salt="a", params=hints(pin_s=600))
-    assert (pinned(alone), alone.count("pins_refused")) == (8, 5)
 
 
 def test_new_weights_end_pins(sharer):
     alone = sharer()
-    publish(alone, params=hints(pin_s=600, cache="high"))
+    publish(alone, params=hints(pin_s=600))
     assert pinned(alone) == 6
     assert alone.scheduler.reset_prefix_cache(reset_connector=True)
     assert (pinned(alone), alone.usage) == (0, (0, 0, 0))
@@ -657,7 +637,7 @@ def small(sharer):
     their arena has nothing."""
 
     def make(tokens=LONG, **options):
-        extra = {"pin_part": 1.0, **options.pop("extra", slots(64))}
+        extra = options.pop("extra", slots(128))
         made = sharer(extra=extra, usable_blocks=40, **options)
         publish(made, tokens, params=hints(cache="no"))
         assert kept(made) == 0
@@ -706,7 +686,7 @@ without_rings = pytest.mark.parametrize("family", [each for each in FAMILIES if 
 @pytest.mark.parametrize("hint", [{"pin_s": 600}, {"prefetch": True}], ids=["pin", "prefetch"])
 @pytest.mark.values
 def test_what_vllm_has_is_kept_wholly_though_few_copies_may_be_under_way(sharer, family, hint):
-    extra = {**slots(200), "pin_part": 1.0}
+    extra = slots(800)
     groups = len(GROUPS[family])
     alone = sharer(family=family, extra=extra, usable_blocks=22 * groups)
     publish(alone, LONG, params=hints(cache="no"))
@@ -879,12 +859,11 @@ def test_of_two_that_ask_for_blocks_that_wait_the_later_pin_counts(small):
 
 def test_of_what_two_requests_ask_for_a_block_the_more_is_done(sharer):
     alone = sharer()
-    asked = [hints(pin_s=600), None, hints(cache="high"), hints(cache="no")]
+    asked = [hints(pin_s=600), None, hints(prefetch=True), hints(cache="no")]
     ids = [alone.submit(PREFIX, params=params) for params in asked]
     alone.run(lambda: alone.done(*ids))
     assert_clean(alone)
     assert (pinned(alone), alone.usage) == (6, (0, 6, 0))
-    assert alone.directory.pool._order._favoured.sum() == 6
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -912,6 +891,7 @@ def test_a_prefetch_brings_blocks_into_the_own_arena(sharer, engine, family):
         ({"omni": {}}, 0),
         ({"omni": 7}, 1),
         ({"omni": {"cache": "never", "pin_s": -1, "prefetch": 1, "lasting": True}}, 4),
+        ({"omni": {"cache": "high"}}, 1),  # which an earlier version followed
         ({"omni": {"pin_s": float("nan")}}, 1),
         ({"omni": {"cache": "no", "pin_s": 5}}, 1),
         ({"omni": {str(number): number for number in range(1000)}}, 1),
@@ -934,7 +914,7 @@ def test_a_hint_that_is_misspelt_is_named_once_in_a_while(sharer, log):
 
 def test_hints_of_an_engine_that_shares_nothing_are_counted(engine, tokens):
     alone = engine("kv_both")
-    for asked in ({"pin_s": 5}, {"prefetch": True}, {"cache": "high"}, {"cache": "no"}):
+    for asked in ({"pin_s": 5}, {"prefetch": True}, {"pin_s": 5}, {"cache": "no"}):
         alone.generate(PREFIX, params=hints(**asked))
     assert alone.count("bad_hints") == 3
     assert alone.generate(PREFIX, 6, params=hints(pin_s=5)).tokens == tokens(PREFIX, 6)
@@ -954,28 +934,12 @@ def test_hints_stand_beside_a_hand_off(sharer, tokens):
     assert pinned(prefill) == 6
 
 
-def test_a_tenant_takes_no_more_than_its_quota(sharer):
-    alone = sharer(extra={**slots(16), "tenants": ["*"], "tenant_quota": 0.25})
-    publish(alone, prompt(4 * BLOCK), salt="b")
-    for seed in range(3):
-        publish(alone, prompt(3 * BLOCK, seed=seed), salt="a")
-    assert alone.usage == (0, 8, 0)
-    assert alone.count("blocks_over_quota") == 0
-    publish(alone, salt="a")
-    assert alone.usage == (0, 8, 0)
-    assert alone.count("blocks_over_quota") == 2
-    other = sharer()
-    other.generate([*prompt(4 * BLOCK), 5], salt="b")
-    assert other.count("tokens_from_host") == 4 * BLOCK
-    assert not alone.failures()
-
-
 @pytest.mark.parametrize(
     ("xargs", "params", "bad"),
     [
-        ({"omni_pin_s": 600, "omni_cache": "high", "session_id": "a"}, None, 0),
-        ({"omni_pin_s": 600}, {"omni": {"cache": "high"}}, 0),
-        ({"omni_pin_s": 600, "omni_cache": "high", "omni_pinned": 1}, None, 1),
+        ({"omni_pin_s": 600, "session_id": "a"}, None, 0),
+        ({"omni_pin_s": 600}, {"omni": {"cache": "normal"}}, 0),
+        ({"omni_pin_s": 600, "omni_pinned": 1}, None, 1),
     ],
 )
 def test_hints_arrive_in_vllm_xargs_too(sharer, tokens, xargs, params, bad):
@@ -983,29 +947,18 @@ def test_hints_arrive_in_vllm_xargs_too(sharer, tokens, xargs, params, bad):
     answer = publish(alone, max_tokens=6, xargs=xargs, params=params)
     assert answer.tokens == tokens(PREFIX, 6)
     assert (pinned(alone), alone.count("bad_hints")) == (6, bad)
-    assert alone.directory.pool._order._favoured.sum() == 6
 
 
 def test_hints_that_the_operator_does_not_allow_are_counted_and_change_nothing(sharer, tokens):
     alone = sharer(extra={**slots(16), "hints": ["no", "prefetch"]})
-    answer = publish(alone, max_tokens=6, params=hints(pin_s=600, cache="high"))
+    answer = publish(alone, max_tokens=6, params=hints(pin_s=600))
     assert answer.tokens == tokens(PREFIX, 6)
-    assert (kept(alone), pinned(alone), alone.count("hints_refused")) == (6, 0, 2)
-    assert not alone.directory.pool._order._favoured.any()
+    assert (kept(alone), pinned(alone), alone.count("hints_refused")) == (6, 0, 1)
     assert len(publish(alone, max_tokens=20, params=hints(prefetch=True)).tokens) == 1
     deaf = sharer(extra={**slots(16), "hints": []})
     assert len(publish(deaf, max_tokens=5, params=hints(prefetch=True)).tokens) == 5
     publish(deaf, prompt(4 * BLOCK, seed=9), params=hints(cache="no"))
     assert (kept(deaf), deaf.count("hints_refused"), deaf.count("bad_hints")) == (4, 2, 0)
-
-
-def test_what_is_favoured_and_what_is_pinned_share_one_part_of_the_arena(sharer):
-    alone = sharer(extra=slots(16))
-    publish(alone, PREFIX[: 3 * BLOCK], params=hints(cache="high"))
-    publish(alone, prompt(3 * BLOCK, seed=9), params=hints(pin_s=600))
-    assert (pinned(alone), alone.count("pins_refused")) == (1, 2)
-    publish(alone, prompt(2 * BLOCK, seed=10), params=hints(cache="high"))
-    assert alone.count("high_refused") == 2
 
 
 def test_a_prefetch_arrives_in_vllm_xargs_as_a_number(sharer):

@@ -128,7 +128,6 @@ CUT = len(ASKED) // BLOCK * BLOCK
         ({}, CUT),
         # Who wants its blocks kept wants them all.
         ({"pin_s": 60}, WHOLE),
-        ({"cache": "high"}, WHOLE),
         ({"pin_s": 60, "thinking": "drop"}, CUT),
         ({"cache": "no"}, 0),
     ],

@@ -68,7 +68,6 @@ class EngineShape:
         zeroes: whether vLLM has new blocks zeroed, whatever the family.
         step_s: seconds that a step takes which computes something.
         hosts: whether it shares its prefixes with the engines of its host.
-        pin_part, tenants, tenant_quota: as configured.
         drafts: speculative tokens of a step.
         drafter: `mtp` or `modules`, where the drafter has KV of its own; see `toy.drafting`.
         states: `--mamba-cache-mode`, where prefixes are cached.
@@ -100,9 +99,6 @@ class EngineShape:
     zeroes: bool
     step_s: float
     hosts: bool = False
-    pin_part: float = 0.25
-    tenants: tuple[str, ...] = ("*",)
-    tenant_quota: float = 1.0
     drafts: int = 0
     drafter: str = ""
     states: Literal["align", "all"] = "align"
@@ -169,9 +165,6 @@ def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:
         "share": shape.hosts,
         "admission": ADMISSIONS[shape.slots % len(ADMISSIONS)],
         "orphan_s": ORPHAN_S if shape.slots % 3 else 0.0,
-        "pin_part": shape.pin_part,
-        "tenants": list(shape.tenants),
-        "tenant_quota": shape.tenant_quota,
     }
     if shape.shares:
         extra["store"] = {"master": "127.0.0.1:1", "lookup_timeout_s": LOOKUP_TIMEOUT_S}

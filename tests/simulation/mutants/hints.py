@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of what requests ask of the prefix cache: pins, quotas, and what is kept out of it."""
+"""Mutants of what requests ask of the prefix cache: pins, and what is kept out of it."""
 
 from typing import Final
 
@@ -22,15 +22,6 @@ HINTS: Final = (
             "omni_connector.arena.eviction",
             "        self.num_pinned += len(slot_ids) if kind == _PINNED else 0\n",
             "        kind %= _PINNED\n",
-        ),
-    ),
-    mutant(
-        "a quota evicts pinned slots",
-        "the pinned slots of a tenant make room for what it keeps later",
-        (
-            "omni_connector.arena.eviction",
-            "        here = slot_ids[self.here(slot_ids) & ~self.pinned[slot_ids]]\n",
-            "        here = slot_ids[self.here(slot_ids)]\n",
         ),
     ),
     mutant(
@@ -65,71 +56,35 @@ HINTS: Final = (
         "a pin that is asked for last counts, even if it ends sooner",
         (
             "omni_connector.arena.slot_pool",
-            "            self._pinned_until[slot_ids] = np.maximum(former, end)\n",
-            "            self._pinned_until[slot_ids] = end\n",
-        ),
-    ),
-    mutant(
-        "favoured slots are not bounded",
-        "requests may have any number of blocks stay longer than those of others",
-        (
-            "omni_connector.arena.eviction",
-            "self._favoured[slot_ids] | self.pinned[slot_ids]\n",
-            "self.pinned[slot_ids]\n",
-        ),
-    ),
-    mutant(
-        "evicted slots stay counted as favoured",
-        "what was favoured once is taken from what may be pinned, for ever",
-        (
-            "omni_connector.arena.slot_pool",
-            "            self._count_privileged(evicted)\n",
-            "",
+            "        self._pinned_until[pinned] = np.maximum(former, ends)\n",
+            "        self._pinned_until[pinned] = ends\n",
         ),
     ),
     mutant(
         "pins that have ended stay counted",
-        "what was pinned once is taken from what may be pinned, until it is evicted",
+        "what was pinned once is taken from what may be pinned, for ever",
         (
-            "omni_connector.arena.slot_pool",
-            "            self._count_privileged(due)\n",
-            "",
-        ),
-    ),
-    mutant(
-        "salts that are not listed are tenants",
-        "each cache salt that a client chooses has a quota of its own",
-        (
-            "omni_connector.prefix.hints",
-            "not (ANY_SALT in tenants or cache_salt in tenants)",
-            "not tenants",
+            "omni_connector.arena.eviction",
+            "(len(slot_ids) if pinned else 0) - self._pins_among(slot_ids)",
+            "(len(slot_ids) - self._pins_among(slot_ids) if pinned else 0)",
         ),
     ),
     mutant(
         "pins go beyond the part of the arena",
-        "only what one tenant may pin is bounded",
+        "requests may pin any number of blocks",
         (
-            "omni_connector.prefix.hints",
-            "min(left, left_of_tenant)",
-            "left_of_tenant",
-        ),
-    ),
-    mutant(
-        "pins of a tenant go beyond its part",
-        "only what all tenants together may pin is bounded",
-        (
-            "omni_connector.prefix.hints",
-            "min(left, left_of_tenant)",
-            "left",
+            "omni_connector.arena.slot_pool",
+            "        granted = ~new | (new.cumsum() <= room)\n",
+            "        granted = np.ones(len(new), bool)\n",
         ),
     ),
     mutant(
         "a pin is for one block",
         "of the blocks of a step only the first is pinned",
         (
-            "omni_connector.prefix.hints",
-            "                slots[known | ((~known).cumsum() <= room)],\n",
-            "                slots[known | ((~known).cumsum() <= min(room, 1))],\n",
+            "omni_connector.arena.slot_pool",
+            "        granted = ~new | (new.cumsum() <= room)\n",
+            "        granted = ~new | (new.cumsum() <= min(room, 1))\n",
         ),
     ),
     mutant(
@@ -147,51 +102,6 @@ HINTS: Final = (
         (
             "omni_connector.arena.eviction",
             "        self.pinned[:] = False\n",
-            "",
-        ),
-    ),
-    mutant(
-        "favoured blocks are pinned",
-        "what is to be evicted later is never evicted",
-        (
-            "omni_connector.arena.eviction",
-            "        kinds = np.where(favoured, 2, again)\n",
-            "        kinds = np.where(favoured, _PINNED, again)\n",
-        ),
-    ),
-    mutant(
-        "a quota bounds nobody",
-        "tenants keep as much as the arena has room for",
-        (
-            "omni_connector.prefix.hints",
-            "int(tenant_quota * num_slots) if tenant_quota < 1 else None\n",
-            "None\n",
-        ),
-    ),
-    mutant(
-        "a tenant's slots are not given back",
-        "slots that become free still count as those of their tenant",
-        (
-            "omni_connector.arena.slot_pool",
-            "        self._disown(gone)\n",
-            "",
-        ),
-    ),
-    mutant(
-        "an evicted slot stays its tenant's",
-        "slots that other blocks get still count as those of their tenant",
-        (
-            "omni_connector.arena.slot_pool",
-            "            self._disown(evicted)\n",
-            "",
-        ),
-    ),
-    mutant(
-        "defect: pins of a hand-off's slots go beyond the quota",
-        "a tenant that keeps all that it may gets the slots of its hand-offs too, by pinning them",
-        (
-            "omni_connector.arena.slot_pool",
-            "            more = more[: self._room(tenant, len(more))]\n",
             "",
         ),
     ),
@@ -245,7 +155,7 @@ HINTS: Final = (
         "where new blocks are kept at second sight only, so are those that a request asks to keep",
         (
             "omni_connector.prefix.host_blocks",
-            '        admitted = new.mask(attrgetter("asks_arena"))\n'
+            "        admitted = new.keeps_here\n"
             "        others = new.at(np.flatnonzero(~admitted))\n",
             "        admitted = np.zeros(len(new), bool)\n        others = new\n",
         ),

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pinned slots stay until their time, and are at most a part of all slots."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from omni_connector.arena.slot_pool import PIN_PART, SlotPool
+from omni_connector.testing.clock import FakeClock
+
+
+class PinMachine(RuleBasedStateMachine):
+    """Keeping, hand-offs, pins, time, resets, in any order: bounds hold, and nothing is lost."""
+
+    SLOTS = 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = FakeClock()
+        self.pool = SlotPool(self.SLOTS)
+        self.saves: list[np.ndarray] = []
+        self.handoffs: list[np.ndarray] = []
+        self.until: dict[int, float] = {}  # when the pin of each pinned slot ends
+
+    prompts = st.sampled_from([1, 2, 3])
+
+    @staticmethod
+    def keys(prompt: int, first: int, count: int) -> list[bytes]:
+        return [b"%d/%d" % (prompt, i) for i in range(first, first + count)]
+
+    @rule(prompt=prompts, first=st.integers(0, 9), count=st.integers(1, 9), most=st.integers(0, 9))
+    def keep(self, prompt: int, first: int, count: int, most: int) -> None:
+        keys = self.keys(prompt, first, count)
+        lacking = count - len(self.pool.find(0, keys))
+        chosen, slots, dropped, beyond = self.pool.keep(0, keys, most)
+        assert len(chosen) == len(slots) <= most
+        assert len(chosen) == lacking - dropped
+        assert len(beyond) <= min(max(0, lacking - most), dropped, self.pool._num_available)
+        assert not self.pool.find(0, [keys[i] for i in beyond]).size
+        if len(slots):
+            self.saves.append(slots)
+
+    @rule(prompt=prompts, first=st.integers(0, 9), count=st.integers(1, 9))
+    def take(self, prompt: int, first: int, count: int) -> None:
+        keys = self.keys(prompt, first, count)
+        pinned = self.pool._order.pinned.copy()
+        taken = self.pool.take([keys], [0])
+        if taken is None:
+            return
+        slots = taken[0][0]
+        lacks = self.pool.lacks(slots)
+        assert not pinned[slots[lacks]].any(), "a pinned slot was given to another block"
+        self.pool.fill(0, [keys[i] for i in np.flatnonzero(lacks)], slots[lacks])
+        self.pool.filled(slots[lacks])
+        self.handoffs.append(slots)
+
+    @rule(data=st.data(), well=st.booleans())
+    def end(self, data: st.DataObject, well: bool) -> None:
+        if self.saves:
+            slots = self.saves.pop(data.draw(st.integers(0, len(self.saves) - 1)))
+            (self.pool.filled if well else self.pool.unfilled)(slots)
+            self.pool.let_go(slots[::-1])
+        if self.handoffs:
+            slots = self.handoffs.pop(data.draw(st.integers(0, len(self.handoffs) - 1)))
+            self.pool.let_go(slots[::-1])
+
+    @rule(
+        prompt=prompts,
+        first=st.integers(0, 9),
+        count=st.integers(1, 9),
+        seconds=st.lists(st.sampled_from([5.0, 50.0]), min_size=9, max_size=9),
+    )
+    def pin(self, prompt: int, first: int, count: int, seconds: list[float]) -> None:
+        before = self.pool._order.pinned.copy()
+        slots = self.pool.find(0, self.keys(prompt, first, count))
+        ends = self.clock() + np.array(seconds[: len(slots)])
+        room = self.SLOTS // PIN_PART - np.count_nonzero(before)
+        new = slots[~before[slots]][:room].tolist()
+        pinned = [slot for slot in slots.tolist() if before[slot] or slot in new]
+        assert self.pool.pin(slots, ends) == len(pinned)
+        assert np.flatnonzero(self.pool._order.pinned & ~before).tolist() == sorted(new)
+        for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
+            if slot in pinned:
+                self.until[slot] = max(end, self.until[slot] if before[slot] else end)
+
+    @rule(seconds=st.sampled_from([1, 10, 100]))
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        pinned = np.flatnonzero(self.pool._order.pinned).tolist()
+        self.pool.end_pins(self.clock())
+        stay = [slot for slot in pinned if self.until[slot] > self.clock()]
+        assert np.flatnonzero(self.pool._order.pinned).tolist() == stay
+
+    @rule()
+    def forget(self) -> None:
+        self.pool.forget()
+        assert not self.pool._order.pinned.any()
+
+    @invariant()
+    def counts_agree(self) -> None:
+        pool = self.pool
+        order = pool._order
+        cached = order.here(np.arange(self.SLOTS))
+        assert pool.num_cached == np.count_nonzero(cached)
+        assert pool.num_pinned == np.count_nonzero(cached & order.pinned)
+        assert order.num_pins == np.count_nonzero(order.pinned) <= self.SLOTS // PIN_PART
+        assert pool.counts() == (pool._num_free, pool.num_cached, pool.num_pinned)
+        assert self.SLOTS - sum(pool.counts()[:2]) == np.count_nonzero(pool._users)
+        assert not order.pinned[pool._free[: pool._num_free]].any()
+
+    def teardown(self) -> None:
+        for slots in self.saves:
+            self.pool.unfilled(slots)
+        for slots in (*self.saves, *self.handoffs):
+            self.pool.let_go(slots[::-1])
+        self.pool.end_pins(float("inf"))
+        free, cached, pinned = self.pool.counts()
+        assert (free + cached, pinned) == (self.SLOTS, 0)
+        self.pool.forget()
+        assert self.pool._num_free == self.SLOTS
+
+
+TestPins = PinMachine.TestCase
+TestPins.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def full(pool: SlotPool, *prompts: list[bytes]) -> None:
+    """Keep these prompts, one after the other."""
+    for keys in prompts:
+        slots = pool.keep(0, keys, len(keys)).slots
+        pool.filled(slots)
+        pool.let_go(slots[::-1])
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_the_end_of_a_prompt_goes_first_pinned_before_or_not(pinned: bool) -> None:
+    clock, pool = FakeClock(), SlotPool(24)
+    keys = [b"%d" % number for number in range(6)]
+    full(pool, keys)
+    if pinned:
+        assert pool.pin(pool.find(0, keys), clock() + 5) == 6
+        clock.advance(10)
+        pool.end_pins(clock())
+    others = iter(range(100))
+    while len(there := pool.find(0, keys)) == 6:
+        full(pool, [b"other %d" % next(others)])
+    assert there.tolist() == pool.find(0, keys[: len(there)]).tolist()
+
+
+def test_pins_take_no_more_than_their_part_and_give_it_back() -> None:
+    """Clients choose their pins: those of one must leave the others' blocks alone."""
+    clock, pool = FakeClock(), SlotPool(64)
+    honest = [[b"honest %d" % n] for n in range(16)]
+    full(pool, *honest)
+    granted = []
+    for number in range(8):
+        keys = [b"%d/%d" % (number, block) for block in range(8)]
+        full(pool, keys)
+        granted.append(pool.pin(pool.find(0, keys), clock() + 5))
+        for prompt in honest:  # they are used again all the while
+            slots = pool.find(0, prompt)
+            pool.touch(slots, pool.generation[slots])
+    assert sum(len(pool.find(0, keys)) for keys in honest) == 16
+    assert granted == [8, 8, 0, 0, 0, 0, 0, 0]
+    clock.advance(10)
+    pool.end_pins(clock())
+    assert pool.pin(pool.find(0, keys), clock() + 5) == 8
+
+
+def test_pins_of_many_times_are_looked_at_a_few_times_a_second() -> None:
+    """Whatever times clients choose, pins end at few moments."""
+    clock = FakeClock()
+    pool = SlotPool(1024)
+    keys = [b"%d" % number for number in range(256)]
+    full(pool, keys)
+    pool.pin(pool.find(0, keys), clock() + 1 + np.arange(256) / 256)
+    ends = []
+    for _ in range(2048):
+        before = pool.num_pinned
+        pool.end_pins(clock())
+        if pool.num_pinned < before:
+            ends.append(clock())
+        clock.advance(1 / 512)
+    assert pool.num_pinned == 0
+    assert len(ends) <= 6
+    assert all(later - earlier >= 0.24 for earlier, later in pairwise(ends))
+
+
+@pytest.mark.parametrize(
+    ("pins", "stays"), [([50, 5], True), ([5, 50], True), ([5, 5], False), ([10], False)]
+)
+def test_of_two_pins_the_one_that_ends_later_counts(pins: list[float], stays: bool) -> None:
+    clock, pool = FakeClock(), SlotPool(4)
+    full(pool, [b"a"])
+    slots = pool.find(0, [b"a"])
+    for seconds in pins:
+        assert pool.pin(slots, clock() + seconds) == 1
+    clock.advance(10)
+    pool.end_pins(clock())
+    assert pool.pinned(slots).all() == stays
+
+
+def test_a_hand_off_needs_no_room_for_the_pinned_slots_that_it_uses_again() -> None:
+    pool = SlotPool(8)
+    full(pool, [b"a", b"b"])
+    assert pool.pin(pool.find(0, [b"a", b"b"]), 5.0) == 2
+    taken = pool.take([[bytes([each]) for each in b"abcdefgh"]], [0])
+    assert taken is not None
+    assert sorted(taken[0][0].tolist()) == list(range(8))
