@@ -22,6 +22,7 @@ BENCHMARKS = (
     "data_plane",
     "load_beside_save",
     "parallel_copies",
+    "simulated_gpu",
     "unlike_engines",
     "stripes",
     "part_sums",

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the connector's copies take on a simulated GPU: its clock, the connector's own jobs.
+
+All bytes are copied, by this host. How long that takes is reckoned: a launch takes the host's
+thread a moment, and the device does its work in the order of each stream, one transfer at a time in
+each direction, at the rates that `device.py` has measured on an H100. No GPU is used, so that
+nothing of a real one is shown: not what copies cost the model, and no core's time.
+
+    python benchmarks/simulated_gpu.py
+
+writes results/simulated_gpu.md beside this file.
+"""
+
+import argparse
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+from data_plane import RESULTS
+from load_beside_save import Rank
+
+from omni_connector.copy.layered import Forward
+from omni_connector.copy.staged import StagedCopier
+from tests.kv.conftest import HostStream
+
+BUS: Final = 55e9
+"""Bytes a second of a plain copy, either way (results/device.md)."""
+
+GATHER: Final = 267e9
+"""Bytes a second of gathering and scattering: what copies of pages of 64 KiB without checksums took
+beside the plain copy, at 0.83 of its speed (results/device.md)."""
+
+HASH: Final = 300e9
+"""Bytes a second of checksums. They took no time that shows beside copies of 64 KiB pages."""
+
+LAUNCH_S: Final = 8e-6
+WAKE_S: Final = 20e-6
+"""Seconds of the host for a launch, and until a thread wakes that waits for the device."""
+
+LAYERS: Final = 32
+PAGE_BYTES: Final = 64 << 10
+LAYER_S: Final = 0.008
+"""Seconds of the device for a layer of a long prompt, all of which are launched long before."""
+
+
+class At(NamedTuple):
+    """A fence that is reached at a moment, in seconds."""
+
+    seconds: float
+
+
+class Clock:
+    """The times of a device and of the host's threads, in seconds since `reset`."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew: nothing is under way."""
+        self.hosts: dict[str, float] = {}  # by thread
+        self._bus: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        self.streams: list[TimedStream] = getattr(self, "streams", [])
+        for stream in self.streams:
+            stream.ends = 0.0, 0.0
+
+    @property
+    def now(self) -> float:
+        """Of the calling thread."""
+        return self.hosts.get(threading.current_thread().name, 0.0)
+
+    def spend(self, seconds: float) -> None:
+        """Have the calling thread work."""
+        self.hosts[threading.current_thread().name] = self.now + seconds
+
+    def wait(self, moment: float) -> None:
+        """Have it wait until a moment."""
+        if moment > self.now:
+            self.hosts[threading.current_thread().name] = moment + WAKE_S
+
+    def cross(self, ready: float, nbytes: int, *, to_host: bool) -> float:
+        """Transfer bytes when the bus is free, from a moment on; when that is done."""
+        seconds = nbytes / BUS
+        taken = self._bus[to_host]
+        for begins, ends in taken:
+            if ready + seconds <= begins:
+                break
+            ready = max(ready, ends)
+        taken.append((ready, ready + seconds))
+        taken.sort()
+        return ready + seconds
+
+
+class TimedStream(HostStream):
+    """A stream whose work is done at once, and takes its time on a clock.
+
+    Attributes:
+        ends: when its work is done, and the hashing beside it.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(pins=True, hashes=True, moves=True)
+        self._clock = clock
+        self.ends = 0.0, 0.0
+        clock.streams.append(self)
+
+    def beside(self) -> "TimedStream":
+        return TimedStream(self._clock)
+
+    def launch(
+        self,
+        work: Callable[[], object],
+        *,
+        host: torch.Tensor | None = None,
+        lands: bool = False,
+    ) -> None:
+        work()
+        if host is not None:
+            self._cross(host.nbytes, to_host=lands)
+            return
+        assert isinstance(work, partial)
+        moved = work.keywords.get("out", work.args[-1])
+        ready, hashed = self._ready()
+        nbytes = moved.nbytes if isinstance(moved, torch.Tensor) else 0  # else it only fills
+        self.ends = ready + nbytes / GATHER, hashed
+
+    def move(self, staged: torch.Tensor, rows: torch.Tensor, *, to_host: bool) -> None:
+        super().move(staged, rows, to_host=to_host)
+        self._cross(staged.nbytes, to_host=to_host)
+
+    def _cross(self, nbytes: int, *, to_host: bool) -> None:
+        ready, hashed = self._ready()
+        self.ends = self._clock.cross(ready, nbytes, to_host=to_host), hashed
+
+    def _ready(self) -> tuple[float, float]:
+        """When work can begin that is launched now."""
+        self._clock.spend(LAUNCH_S)
+        return max(self.ends[0], self._clock.now), self.ends[1]
+
+    def fence(self) -> object:
+        return At(self._clock.now)
+
+    def reached(self, fence: object) -> bool:
+        assert isinstance(fence, At)
+        return fence.seconds <= self._clock.now
+
+    def wait(self, fence: object) -> None:
+        assert isinstance(fence, At)
+        self.ends = max(self.ends[0], fence.seconds), self.ends[1]
+
+    def mark(self) -> object:
+        return self.ends
+
+    def finish(self, mark: object | None) -> None:
+        moments = self.ends if mark is None else mark
+        assert isinstance(moments, tuple)
+        self._clock.wait(max(moments))
+
+    def hash(self, rows: torch.Tensor, *, there: object, sums: torch.Tensor) -> None:
+        assert isinstance(there, tuple)
+        super().hash(rows, there=there, sums=sums)
+        self._clock.spend(LAUNCH_S)
+        begins = max(self.ends[1], there[0], self._clock.now)
+        self.ends = self.ends[0], begins + rows.nbytes / HASH
+
+
+class Pass(Forward):
+    """A forward pass whose layers take so many seconds each, and were all launched at once. The
+    save that follows it has begun before the last of these launches."""
+
+    def __init__(self, layer_s: float) -> None:
+        super().__init__()
+        self._last = LAYERS * layer_s
+        for number in range(LAYERS):
+            self.computed(f"layer.{number}", At((number + 1) * layer_s))
+
+    def fence_of(self, layers: frozenset[str]) -> object:
+        fence = super().fence_of(layers)
+        if fence == At(self._last):
+            self.end(fence)
+        return fence
+
+
+AIMS: Final = {
+    "a save, of one plain copy's speed": "0.9 or more",
+    "a load, of one plain copy's speed": "0.9 or more",
+    "a save layer by layer, of one plain copy's speed": "0.7 or more",
+    "milliseconds from a forward pass's end to that of its save": "3 or less",
+    "a load beside that save, of its speed alone": "0.9 or more",
+}
+"""The figures, and what they are to be."""
+
+
+def figures(moved: int) -> list[float]:
+    """Those of `AIMS`, of jobs of so many bytes."""
+    clock = Clock()
+    block = LAYERS * PAGE_BYTES
+    count = moved // block
+    plain = LAUNCH_S + count * block / BUS + WAKE_S
+    with ExitStack() as stack:
+        buffer = torch.ones(LAYERS * (1 + 2 * count) * PAGE_BYTES, dtype=torch.int8)
+        pages = buffer.view(LAYERS, 1 + 2 * count, 1, 1, PAGE_BYTES)
+        rank = Rank(
+            *(count, count, stack),
+            page_bytes=PAGE_BYTES,
+            views={f"layer.{number}": page for number, page in enumerate(pages)},
+            make=lambda canonical, layout, _: StagedCopier(canonical, layout, TimedStream(clock)),
+        )
+        rank.copier.pin(rank.theirs.slots)
+
+        def save(fence: object) -> float:
+            clock.reset()
+            rank.start_save(background=False, fence=fence)
+            rank.end_save()
+            return clock.hosts["omni-save"]
+
+        def load() -> float:
+            rank.load(count)
+            return clock.hosts["omni-load"]
+
+        saved = save(At(0.0))
+        clock.reset()
+        loaded = load()
+        behind = save(Pass(LAYER_S)) - LAYERS * LAYER_S
+        beside = load()  # the save that follows the pass is under way all the while
+        # Each layer is there when the one before is copied: only then is anything followed.
+        by_layer = save(Pass(count * PAGE_BYTES / BUS))
+    return [plain / saved, plain / loaded, plain / by_layer, behind * 1e3, loaded / beside]
+
+
+def main() -> int:
+    """Reckon, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="smaller jobs")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    moved = (128 if arguments.quick else 1024) << 20
+    rows = zip(AIMS, figures(moved), strict=True)
+    lines = [
+        "# Copies on a simulated GPU",
+        "",
+        "`python benchmarks/simulated_gpu.py`. **No GPU was lent for this page.** The connector's",
+        "jobs ran on a simulated device. Its clock reckons with:",
+        "",
+        f"- {BUS / 1e9:g} GB/s for a plain copy, each way, and {GATHER / 1e9:g} GB/s for gathering",
+        "  and scattering: rates of [an H100](device.md);",
+        f"- {HASH / 1e9:g} GB/s for checksums;",
+        f"- {LAUNCH_S * 1e6:g} µs of the host for a launch, and {WAKE_S * 1e6:g} µs until a thread",
+        "  wakes.",
+        "",
+        f"Jobs of {moved >> 20} MiB with checksums, in blocks of {LAYERS} layers of",
+        f"{PAGE_BYTES >> 10} KiB. Each layer of the forward pass takes {LAYER_S * 1e3:g} ms.",
+        "",
+        "| | figure | to be |",
+        "|---|---:|---|",
+        *(f"| {name} | {each:.2f} | {AIMS[name]} |" for name, each in rows),
+        "",
+        "Not simulated: what copies cost the model, the time of cores, and how much later",
+        "engines start.",
+        "",
+    ]
+    text = "\n".join(lines)
+    print(text)
+    if not arguments.quick:
+        (arguments.output / "simulated_gpu.md").write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
