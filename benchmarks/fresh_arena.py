@@ -5,7 +5,7 @@ In each round, in turns: the blocks of a prompt are saved to slots and published
 engine does it, then verified, loaded and verified again through a second mapping, as the decode
 engine does it. One process does both, and one thread each.
 
-    python benchmarks/fresh_arena.py [--quick] [--huge-pages auto|hugetlb|off]
+    python benchmarks/fresh_arena.py [--quick]
 
 writes results/fresh_arena.md beside this file.
 """
@@ -45,11 +45,10 @@ class Pair:
         slots: of the arena.
         slot_bytes: of each slot.
         prefault: whether it is populated in the background, as engines have it.
-        huge_pages: the setting.
     """
 
-    def __init__(self, slots: int, slot_bytes: int, prefault: bool, huge_pages: Any) -> None:
-        self.arena = Arena.create(slots, slot_bytes, prefault=prefault, huge_pages=huge_pages)
+    def __init__(self, slots: int, slot_bytes: int, prefault: bool) -> None:
+        self.arena = Arena.create(slots, slot_bytes, prefault=prefault)
         self.view = ArenaView.open(
             self.arena.fd,
             epoch=self.arena.epoch,
@@ -107,13 +106,13 @@ def load(pair: Pair, cache: Cache, blocks: np.ndarray) -> None:
                 raise SystemExit("the bytes that arrived are not those that were sent")
 
 
-def measure(rounds: int, huge_pages: Any) -> dict[str, list[tuple[float, float, float]]]:
+def measure(rounds: int) -> dict[str, list[tuple[float, float, float]]]:
     """For each kind of arena, in each round: seconds of a memcpy, of the save and of the load."""
     ours, theirs = (Cache(FULL, PAGE_BYTES, BLOCKS * 3 // 2, seed) for seed in (1, None))
     blocks = block_ids("scattered", BLOCKS, BLOCKS * 3 // 2)
     memcpy = Memcpy(ours.payload(BLOCKS))
     geometry = BLOCKS, ours.layout.slot_bytes
-    used = Pair(*geometry, True, huge_pages)
+    used = Pair(*geometry, True)
     used.wait()
     found: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in KINDS}
 
@@ -130,7 +129,7 @@ def measure(rounds: int, huge_pages: Any) -> dict[str, list[tuple[float, float, 
     once(used)
     for turn in range(rounds):
         for kind in KINDS if turn % 2 else KINDS[::-1]:
-            pair = used if kind == USED else Pair(*geometry, kind != NEVER, huge_pages)
+            pair = used if kind == USED else Pair(*geometry, kind != NEVER)
             if kind == POPULATED:
                 pair.wait()
             found[kind].append(once(pair))
@@ -145,15 +144,13 @@ def bind(half: Callable[..., None], *given: Any) -> Callable[[], None]:
     return lambda: half(*given)
 
 
-def markdown(
-    found: dict[str, list[tuple[float, float, float]]], command: str, size: int, setting: Any
-) -> str:
+def markdown(found: dict[str, list[tuple[float, float, float]]], command: str, size: int) -> str:
     """The table."""
     rounds = len(found[USED])
     lines = [
         "# A hand-off in an arena that was never used",
         "",
-        f"`{command}`: {machine()}, numpy {np.__version__}. Pages: {explain(setting)}.",
+        f"`{command}`: {machine()}, numpy {np.__version__}. Pages: {explain()}.",
         "",
         f"{size / 1e6:.0f} MB ({BLOCKS} scattered blocks of {LAYERS} layers, pages of "
         f"{PAGE_BYTES >> 10} KiB), with checksums. Milliseconds, medians of {rounds} rounds; the "
@@ -185,13 +182,11 @@ def markdown(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few rounds, and no file")
-    parser.add_argument("--huge-pages", default="auto", choices=("auto", "hugetlb", "off"))
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
-    found = measure(5 if arguments.quick else 21, arguments.huge_pages)
+    found = measure(5 if arguments.quick else 21)
     size = BLOCKS * PAGE_BYTES * LAYERS
-    command = f"python benchmarks/fresh_arena.py --huge-pages {arguments.huge_pages}"
-    text = markdown(found, command, size, arguments.huge_pages)
+    text = markdown(found, "python benchmarks/fresh_arena.py", size)
     print(text)
     if not arguments.quick:
         arguments.output.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,8 @@ ENV_PREFIX = "OMNI_CONNECTOR_"
 # Keys that earlier versions had, and what became of each. They are warned of for one version.
 _GONE: Final[Mapping[str, str]] = {
     "thinking": "answers are kept up to their first thought, or whole by the hint `thinking: keep`",
+    "huge_pages": "an arena has huge pages where the kernel gives them to shared memory",
+    "copy_threads": "a copy is shared by as many cores as a rank has beside vLLM's, 4 at most",
     "tenants": "cache salts have no parts of the arena of their own",
     "tenant_quota": "cache salts have no parts of the arena of their own",
     "pin_part": "at most a quarter of the arena is pinned, and nothing without `pin_s` in `hints`",
@@ -44,9 +46,6 @@ _OF_SERVICE = ("_SERVICE_", "_PORT")
 
 # Keys that vLLM itself or MultiConnector puts into kv_connector_extra_config.
 _FOREIGN_KEYS = frozenset({"engine_id"})
-
-MAX_COPY_THREADS = 64
-"""Most threads that share in one copy: more than memory is fast enough for."""
 
 _GIB = 1 << 30
 
@@ -183,9 +182,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             `auto` it holds such settings by the transports' names.
         arena_gib: size of this engine's arenas in GiB, of all its ranks on this host together; None
             takes what `omni_connector.arena.size` says.
-        huge_pages: which pages the arena has: `auto` takes the huge ones that the kernel gives to
-            shared memory, `hugetlb` the ones that an administrator has reserved, `off` none. With
-            `hugetlb` the arena's size must be set.
         namespace: engines that share a namespace (and a user) can find each other.
         model_id: what peers compare to know whether both run the same weights; None takes the
             content of the model's files, or its name and revision where that is unknown.
@@ -202,9 +198,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             bytes, from the load's first piece on.
         drain_quiet_s: seconds without a new request after which a server that drains takes itself
             to be out of its routers, and stops; see `vllm_v1.drain_middleware`.
-        copy_threads: threads of each rank that work on one copy between KV blocks and slots, on a
-            GPU on what passes through the host's memory; None takes the cores that the rank has
-            beside vLLM's compute threads, 4 at most.
         integrity: `full` checks generation and checksum of each slot, `generation` only the
             generation.
         listen: TCP address of the control channel, as `host:port`. The system chooses the port
@@ -226,7 +219,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     transport: str = "auto"
     transport_config: dict[str, Any] = {}
     arena_gib: float | None = None
-    huge_pages: Literal["auto", "hugetlb", "off"] = "auto"
     namespace: str = "default"
     model_id: str | None = None
     weights: Literal["may_change", "fixed"] = "may_change"
@@ -236,7 +228,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     arena_wait_s: float = 10.0
     load_timeout_s: float = 30.0
     drain_quiet_s: float = 5.0
-    copy_threads: int | None = None
     integrity: Literal["full", "generation"] = "full"
     listen: str | None = None
     key_file: str | None = None
@@ -308,14 +299,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if not 0 <= self.orphan_s <= MAX_ORPHAN_S:
             raise ConfigError(
                 f"orphan_s must be between 0 and {MAX_ORPHAN_S:g} seconds, not {self.orphan_s!r}"
-            )
-        if self.copy_threads is not None and not 1 <= self.copy_threads <= MAX_COPY_THREADS:
-            raise ConfigError(
-                f"copy_threads must be between 1 and {MAX_COPY_THREADS}, not {self.copy_threads}"
-            )
-        if self.huge_pages == "hugetlb" and self.arena_gib is None:
-            raise ConfigError(
-                "huge_pages: 'hugetlb' needs arena_gib, at most what the reserved huge pages hold"
             )
         self.mooncake.check()
         if self.store is not None:

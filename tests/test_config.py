@@ -53,14 +53,12 @@ def test_pages_give_the_defaults_that_hold(page: str) -> None:
     [
         ("transport", "shm"),
         ("arena_gib", 0.5),
-        ("huge_pages", "off"),
         ("namespace", "team-a_1.x"),
         ("model_id", "llama@v2"),
         ("handoff_ttl_s", 3.5),
         ("arena_wait_s", 2),
         ("load_timeout_s", 7),
         ("min_handoff_tokens", 64),
-        ("copy_threads", 3),
         ("integrity", "generation"),
         ("weights", "fixed"),
         ("trace", "/tmp/spans"),
@@ -215,12 +213,6 @@ def test_an_address_of_mooncake_that_peers_do_not_reach_is_refused(host: str) ->
     assert load({"mooncake": {"host": "10.0.0.1"}}).mooncake.host == "10.0.0.1"
 
 
-def test_reserved_huge_pages_need_the_size_of_the_arena() -> None:
-    with pytest.raises(ConfigError, match=r"huge_pages: 'hugetlb' needs arena_gib"):
-        load({"huge_pages": "hugetlb"})
-    assert load({"huge_pages": "hugetlb", "arena_gib": 1}).huge_pages == "hugetlb"
-
-
 def test_an_unknown_variable_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match=r"OMNI_CONNECTOR_ARENA_GB.*did you mean 'arena_gib'"):
         load(OMNI_CONNECTOR_ARENA_GB="1")
@@ -232,7 +224,6 @@ def test_an_unknown_variable_is_refused_by_its_name() -> None:
         ("transport", None, "a string"),
         ("mooncake", "tcp", "an object"),
         ("integrity", "none", "'full' or 'generation'"),
-        ("huge_pages", True, "'auto' or 'hugetlb' or 'off'"),
         ("arena_gib", "8", "a number or null"),
         ("arena_gib", True, "a number or null"),
         ("handoff_ttl_s", [], "a number"),
@@ -288,12 +279,6 @@ def test_a_hint_of_an_earlier_version_is_a_warning(caplog: pytest.LogCaptureFixt
             "environment variable OMNI_CONNECTOR_HINTS",
         )
     ]
-
-
-@pytest.mark.parametrize("value", [0, -1, 65])
-def test_a_number_of_threads_out_of_range_names_the_key(value: int) -> None:
-    with pytest.raises(ConfigError, match="copy_threads must be between 1 and 64, not"):
-        load({"copy_threads": value})
 
 
 @pytest.mark.parametrize("value", ["", "a/b", "..", ".hidden", "a b", "a\0", "a\n"])

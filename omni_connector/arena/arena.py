@@ -39,7 +39,6 @@ from omni_connector.arena.format import (
     state_of,
     states_of,
 )
-from omni_connector.arena.huge_pages import HugePages, pool
 from omni_connector.arena.memory_nodes import ARENA_NAME, MemoryNodes
 from omni_connector.arena.pinning import PinnedMemory, Pins
 from omni_connector.arena.prefault import (
@@ -50,7 +49,6 @@ from omni_connector.arena.prefault import (
     prefault,
 )
 from omni_connector.errors import (
-    ConfigError,
     PeerRefusedError,
     ProtocolError,
     SlotPendingError,
@@ -62,7 +60,6 @@ from omni_connector.net.descriptors import reason
 # Constants of Linux that the standard library of Python 3.11 lacks.
 F_SEAL_FUTURE_WRITE: Final = 0x0010
 MFD_NOEXEC_SEAL: Final = 0x0008
-MFD_HUGETLB: Final = 0x0004
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
@@ -230,7 +227,6 @@ class Arena(_Mapping):
         slot_bytes: int,
         *,
         prefault: bool = False,
-        huge_pages: HugePages = "auto",
         randbytes: Callable[[int], bytes] = os.urandom,
         populated: Callable[[NDArray[np.uint8], int], object] = lambda slots, end: None,
         node: int | None = None,
@@ -242,8 +238,6 @@ class Arena(_Mapping):
             slot_bytes: bytes of a slot, a positive multiple of `PAGE_BYTES`.
             prefault: allocate all the memory in the background. The first touch of a page costs
                 many times a copy into it.
-            huge_pages: `auto` takes the huge pages that the kernel gives to shared memory,
-                `hugetlb` reserved ones, `off` none.
             randbytes: draws the epoch, which names this arena.
             populated: called on another thread with the slots, and the end of those whose memory
                 is allocated now.
@@ -251,28 +245,22 @@ class Arena(_Mapping):
 
         Raises:
             ValueError: the geometry is out of range.
-            ConfigError: `hugetlb`, and not enough huge pages are reserved.
             TransportError: the kernel has no memory for it, or lacks a seal (before Linux 5.1).
         """
         geometry = ArenaGeometry(n_slots, slot_bytes)
         size = geometry.total_bytes
         epoch = randbytes(EPOCH_BYTES)
-        reserved = huge_pages == "hugetlb"
         try:
-            fd = memfd(ARENA_NAME, MFD_HUGETLB if reserved else 0)
+            fd = memfd(ARENA_NAME)
         except OSError as error:
-            if reserved:
-                raise _no_huge_pages(size, error) from error
             hint = ""
             if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
                 hint = "; allow memfd_create, which the container's seccomp profile may forbid"
             raise TransportError(f"cannot make a memfd: {reason(error)}{hint}") from error
         try:
-            if reserved:
-                size = _whole_pages(fd, size)
             os.ftruncate(fd, size)
             mapped = mmap.mmap(fd, size)
-            advise(mapped, huge_pages)
+            advise(mapped)
             if node is not None:
                 MemoryNodes().prefer(mapped, node)
             if overcommit_is_strict():
@@ -282,8 +270,6 @@ class Arena(_Mapping):
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         except (OSError, OverflowError, ValueError) as error:
             os.close(fd)
-            if reserved and isinstance(error, OSError):
-                raise _no_huge_pages(size, error) from error
             raise TransportError(
                 f"cannot make an arena of {n_slots} slots of {slot_bytes} bytes: {reason(error)}"
             ) from error
@@ -291,7 +277,7 @@ class Arena(_Mapping):
         if prefault:
             slots = arena.slots
             progress = _PopulatedSlots(slots, geometry.slots_at, lambda end: populated(slots, end))
-            arena._prefaulter = Prefaulter(fd, mapped, huge_pages, populated=progress, node=node)
+            arena._prefaulter = Prefaulter(fd, mapped, populated=progress, node=node)
         return arena
 
     @property
@@ -544,7 +530,7 @@ class ArenaView(_Mapping):
         except ValueError as error:
             raise ProtocolError(f"the peer announces an impossible arena: {error}") from error
         size = os.fstat(fd).st_size
-        if size not in (geometry.total_bytes, _whole_pages(fd, geometry.total_bytes)):
+        if size != geometry.total_bytes:
             raise ProtocolError(
                 f"the peer's memfd has {size} bytes, {n_slots} slots of {slot_bytes} bytes "
                 f"need {geometry.total_bytes}"
@@ -658,23 +644,13 @@ class ArenaView(_Mapping):
         super().close()
 
 
-def _whole_pages(fd: int, size: int) -> int:
-    """`size` rounded up to pages of the file: reserved huge pages are large."""
-    page = os.fstat(fd).st_blksize
-    return -(-size // page) * page
-
-
-def _no_huge_pages(size: int, error: OSError) -> ConfigError:
-    return ConfigError(f"huge_pages is 'hugetlb' ({error}): {pool().advice(size)}")
-
-
-def memfd(name: str, flags: int = 0) -> int:
+def memfd(name: str) -> int:
     """Make a memfd that can be sealed.
 
     Raises:
         OSError: the kernel makes none.
     """
-    flags |= os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         # Some hosts refuse memfds that might be executed.
         return os.memfd_create(name, flags | MFD_NOEXEC_SEAL)

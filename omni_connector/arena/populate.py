@@ -25,7 +25,7 @@ _ALIVE_S = 1.0  # between two looks at whether the parent is alive
 
 
 def main(
-    parent: int, fd: int, busy_fd: int, size: int, window: int, advice: int, idle: int, *cores: int
+    parent: int, fd: int, busy_fd: int, size: int, window: int, idle: int, *cores: int
 ) -> None:
     """Serve the process that started this one.
 
@@ -35,7 +35,6 @@ def main(
         busy_fd: a page of memory whose first byte is not 0 while a copy runs.
         size: bytes of the file.
         window: bytes that are allocated for each byte of input; a multiple of a huge page.
-        advice: for `madvise`, of each window; -1 for none.
         idle: whether to run at idle priority.
         cores: cores to run on.
     """
@@ -50,9 +49,8 @@ def main(
         length = min(window, size - at)
         # The seals forbid another writable mapping. A read populates pages as well.
         with mmap.mmap(fd, length, prot=mmap.PROT_READ, offset=at) as mapped:
-            if advice >= 0:
-                with contextlib.suppress(OSError):  # a kernel without huge pages
-                    mapped.madvise(advice)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                mapped.madvise(mmap.MADV_HUGEPAGE)
             for start in range(0, length, _STEP):
                 while busy[0]:
                     if os.getppid() != parent:

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import errno
 import logging
-import math
 import mmap
 import os
 import subprocess
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 
 from omni_connector.arena import populate
 from omni_connector.arena.available import available_bytes, spared_bytes
-from omni_connector.arena.huge_pages import HugePages, expected, explain, mapped_huge
+from omni_connector.arena.huge_pages import expected, explain, mapped_huge
 from omni_connector.arena.nodes import cores_of_nodes
 from omni_connector.runtime.turns import COPIES, TurnThread
 
@@ -131,7 +130,6 @@ class Prefaulter:
     Args:
         fd: the memfd; duplicated.
         mapped: the owner's mapping, from the start of the file.
-        huge_pages: the configured setting.
         available: returns the bytes of memory left; below `spared_bytes` prefaulting ends.
         populated: called on the thread after each window, with the end of the allocated bytes. An
             error that it raises ends prefaulting.
@@ -143,7 +141,6 @@ class Prefaulter:
         self,
         fd: int,
         mapped: mmap.mmap,
-        huge_pages: HugePages = "auto",
         available: Callable[[], int] = available_bytes,
         populated: Callable[[int], object] = lambda end: None,
         node: int | None = None,
@@ -152,7 +149,6 @@ class Prefaulter:
         near = _CORES if node is None else cores_of_nodes().get(node, frozenset())
         self._cores = sorted(_CORES & near or _CORES)
         self._steps: _Steps | None = _Steps(mapped, MADV_POPULATE_WRITE)
-        self._huge_pages = huge_pages
         self._available = available
         self._populated = populated
         self._stopped = threading.Event()
@@ -202,8 +198,7 @@ class Prefaulter:
         with self._lock:
             if self._stopped.is_set():
                 raise OSError(errno.ECANCELED, "the arena is closed")
-            advice = advice_of(self._huge_pages)
-            numbers = (os.getpid(), self._fd, flag, size, _WINDOW, advice, _IDLE, *self._cores)
+            numbers = (os.getpid(), self._fd, flag, size, _WINDOW, _IDLE, *self._cores)
             arguments = [str(int(number)) for number in numbers]
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", populate.__file__, *arguments],
@@ -220,8 +215,7 @@ class Prefaulter:
         assert process.stdout is not None
         spared = spared_bytes()
         for start in range(0, steps.size, _WINDOW):
-            # Reserved huge pages are no part of the available memory.
-            left = math.inf if self._huge_pages == "hugetlb" else self._available()
+            left = self._available()
             if left - _WINDOW < spared:
                 logger.warning(
                     "Stopped allocating the arena's memory in advance at %.2f of %.2f GiB: %.2f "
@@ -243,7 +237,7 @@ class Prefaulter:
         logger.info(
             "The arena's memory is allocated: %.2f GiB, %s",
             steps.size / 2**30,
-            got(self._huge_pages, steps.address),
+            got(steps.address),
         )
         return True
 
@@ -331,31 +325,21 @@ class ReaderPrefaulter:
         """The end of the memory allocated from `start` on, in whole steps."""
         try:
             end = os.lseek(self._fd, start, os.SEEK_HOLE)
-        except OSError:  # reserved huge pages: all are there
+        except OSError:  # the kernel does not say: as if all were there
             return size
         return size if end >= size else max(start, end // _STEP * _STEP)
 
 
-def advice_of(setting: HugePages) -> int:
-    """The setting's advice for `madvise`; -1 for none."""
-    if setting == "auto":
-        return mmap.MADV_HUGEPAGE
-    return mmap.MADV_NOHUGEPAGE if setting == "off" else -1
+def advise(mapped: mmap.mmap) -> None:
+    """Tell the kernel that this mapping should have huge pages."""
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
-def advise(mapped: mmap.mmap, setting: HugePages) -> None:
-    """Tell the kernel whether this mapping should have huge pages."""
-    if (advice := advice_of(setting)) >= 0:
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            mapped.madvise(advice)
-
-
-def got(setting: HugePages, address: int) -> str:
+def got(address: int) -> str:
     """One line that says which pages the mapping at this address has."""
-    if setting == "hugetlb":
-        return "all of it in reserved huge pages"
-    if not expected(setting):
-        return explain(setting)
+    if not expected():
+        return explain()
     return f"{mapped_huge(address) / 2**30:.2f} of it in huge pages"
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from omni_connector.arena.available import spared_bytes
-from omni_connector.arena.huge_pages import HugePages
 from omni_connector.arena.memory_claims import Reservation, sizing_lock, unclaimed_bytes
 from omni_connector.errors import ConfigError
 from omni_connector.kv.shapes import GroupShape
@@ -81,7 +80,6 @@ class ArenaSizing:
         max_tokens: tokens of the longest prompt.
         sharers: arenas of this deployment on this host.
         reserved: bytes that the engine's KV caches on this host will take, perhaps not touched yet.
-        huge_pages: the configured setting.
         deployment: identifies the deployment on the host; see `memory_claims`.
     """
 
@@ -90,7 +88,6 @@ class ArenaSizing:
     max_tokens: int
     sharers: int = 1
     reserved: int = 0
-    huge_pages: HugePages = "auto"
     deployment: str = ""
 
     def reserve(
@@ -156,8 +153,6 @@ class ArenaSizing:
         """The configured size, or as much of it as there is memory for: beyond that the kernel
         kills the engine while it fills the arena."""
         wanted = given // slot_bytes
-        if self.huge_pages == "hugetlb":  # they are reserved, and no part of the available memory
-            return ArenaSize(wanted, "arena_gib")
         unclaimed = unclaimed_bytes(self.deployment)
         # This rank's KV cache is in use by now. Those of the others may be, too, as above.
         others = self.reserved // self.sharers * (self.sharers - 1)

@@ -23,7 +23,7 @@ import msgspec
 
 from omni_connector.arena.arena import Arena, ArenaView
 from omni_connector.arena.available import memory_limit_bytes, spared_bytes
-from omni_connector.arena.huge_pages import explain, pool
+from omni_connector.arena.huge_pages import explain
 from omni_connector.arena.memory_claims import unclaimed_bytes
 from omni_connector.arena.memory_nodes import MemoryNodes
 from omni_connector.arena.size import (
@@ -290,7 +290,7 @@ def _memory(config: OmniConfig) -> str:
             f"use ({limit / _GIB:.1f} GiB): make it smaller"
         )
     remark = "; less than half is left for everything else" if wanted > limit // 2 else ""
-    if wanted > there - spared_bytes() and config.huge_pages != "hugetlb":
+    if wanted > there - spared_bytes():
         remark = (
             f"; an engine that starts now takes a smaller one, as {there / _GIB:.1f} GiB are left "
             "without what other arenas will still take"
@@ -313,13 +313,8 @@ def _memory_nodes() -> str:
     return text
 
 
-def _huge_pages(config: OmniConfig) -> str:
-    wanted = config.arena_bytes()
-    if config.huge_pages == "hugetlb" and wanted is not None:
-        there = pool()
-        if wanted > there.page_bytes * there.free:
-            raise CheckFailedError(f"huge_pages is hugetlb: {there.advice(wanted)}")
-    return f"an arena gets {explain(config.huge_pages)}"
+def _huge_pages() -> str:
+    return f"an arena gets {explain()}"
 
 
 def _router() -> str:
@@ -447,6 +442,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[], str]], ...]] = (
     ("vllm-router", _router),
     ("shared memory", _shared_memory),
     ("memory nodes", _memory_nodes),
+    ("huge pages", _huge_pages),
 )
 """Name and function of each check of the environment."""
 
@@ -455,7 +451,6 @@ CHECKS_OF_SETTINGS: Final[tuple[tuple[str, Callable[[OmniConfig], str]], ...]] =
     ("runtime folder", _runtime_folder),
     ("engines", _engines),
     ("memory", _memory),
-    ("huge pages", _huge_pages),
     ("store", _store),
     ("Mooncake", _mooncake),
     ("transports", _transports),

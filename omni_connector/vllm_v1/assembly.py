@@ -737,6 +737,5 @@ def _arena_sizing(
         max_tokens=vllm_config.model_config.max_model_len,
         sharers=sharers,
         reserved=caches,
-        huge_pages=config.huge_pages,
         deployment=deployment_id(f"{config.namespace}/{transfer.engine_id}"),
     )

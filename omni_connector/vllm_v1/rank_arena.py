@@ -132,7 +132,6 @@ class ArenaPlan:
                 size.slots,
                 slot_bytes,
                 prefault=self.prefault,
-                huge_pages=self.sizing.huge_pages,
                 randbytes=self.context.randbytes,
                 populated=populated,
                 node=node,

@@ -276,8 +276,7 @@ class OmniWorker:
         ]
         layer_ranges = LayerRanges.of(canonical, layout, addresses)
         cores = len(_PROCESS_CORES) // self._local_ranks
-        threads = self._config.copy_threads or _default_copy_threads(cores, canonical.device.type)
-        self._threads.helpers.threads = 1 + threads
+        self._threads.helpers.threads = 1 + _copy_threads(cores, canonical.device.type)
         copier = self._surroundings.copier(
             layer_ranges.canonical, layer_ranges.layout, self._threads.helpers
         )
@@ -617,8 +616,8 @@ class OmniWorker:
         self._context.trace.close()
 
 
-def _default_copy_threads(cores: int, device: str) -> int:
-    """Threads that one copy is shared by, where the configuration does not say.
+def _copy_threads(cores: int, device: str) -> int:
+    """Threads that one copy is shared by.
 
     Args:
         cores: of this host, for each rank of the engine.

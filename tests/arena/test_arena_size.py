@@ -234,7 +234,6 @@ SLOT = 1 << 20
         (8, 10, {"reserved": 6 * GIB}, 8192),
         (8, 10, {"reserved": 6 * GIB, "sharers": 2}, 3 * 1024),
         (8, 10, {"reserved": 60 * GIB, "sharers": 2}, 2 * 1024),
-        (16, 10, {"huge_pages": "hugetlb"}, 16 * 1024),
     ],
 )
 def test_a_configured_size_is_cut_to_the_memory_that_is_left(

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from omni_connector import plugin
-from omni_connector.arena.huge_pages import Pool
 from omni_connector.cli import doctor as module
 from omni_connector.cli.doctor import CheckFailedError, Finding, doctor, examine, extra_config
 from omni_connector.cli.main import main
@@ -386,22 +385,8 @@ def test_it_says_how_large_an_arena_is_and_why(monkeypatch: pytest.MonkeyPatch) 
     assert "2 times its KV cache" in text
 
 
-def test_it_says_which_pages_an_arena_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_which_pages_an_arena_gets() -> None:
     assert "shmem_enabled is" in _find("huge pages").text
-    monkeypatch.setenv("OMNI_CONNECTOR_HUGE_PAGES", "off")
-    assert _find("huge pages").text == "an arena gets ordinary pages (huge_pages is off)"
-
-
-def test_reserved_huge_pages_that_do_not_suffice_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMNI_CONNECTOR_HUGE_PAGES", "hugetlb")
-    monkeypatch.setenv("OMNI_CONNECTOR_ARENA_GIB", "1")
-    monkeypatch.setattr(module, "pool", lambda: Pool(2 << 20, 100, 40))
-    finding = _find("huge pages")
-    assert not finding.ok
-    assert "needs 512 huge pages of 2 MiB, and 40 of 100 are free" in finding.text
-    assert "sysctl vm.nr_hugepages=572" in finding.text
-    monkeypatch.setattr(module, "pool", lambda: Pool(2 << 20, 512, 512))
-    assert _find("huge pages").ok
 
 
 @pytest.mark.parametrize("rich", [True, False])

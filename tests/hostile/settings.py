@@ -61,7 +61,6 @@ CONFIGS: list[dict[str, Any]] = [
         "handoff_ttl_s": 60,
         "arena_wait_s": 1.5,
         "load_timeout_s": 3,
-        "copy_threads": 2,
         "integrity": "generation",
         "engine_id": "e",
     },

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from omni_connector.errors import ConfigError
 from omni_connector.plugin import CONNECTOR_NAME, register
+from omni_connector.vllm_v1 import worker
 from omni_connector.vllm_v1.compat import hash_block_size
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from omni_connector.vllm_v1.identity import hash_id
@@ -63,11 +64,18 @@ def test_no_hash_names_blocks_that_depend_on_later_tokens(engine):
     assert hash_block_size(each.config, untold) == 0
 
 
-@pytest.mark.parametrize(("threads", "sharing"), [(1, 2), (3, 4)])
-def test_a_copy_is_shared_by_the_threads_that_the_user_has_set(engine, threads, sharing):
-    """And by the engine's own, while it has nothing to compute."""
-    each = engine("kv_both", extra={"copy_threads": threads})
-    assert inspection.sharing_threads(each.worker_half) == sharing
+@pytest.mark.parametrize(
+    ("cores", "device", "threads"),
+    [(1, "cpu", 1), (4, "cpu", 3), (64, "cpu", 4), (2, "cuda", 2), (64, "cuda", 4)],
+)
+def test_a_copy_is_shared_by_the_cores_beside_those_that_compute(
+    engine, monkeypatch, cores, device, threads
+):
+    """And by the engine's own thread, while it has nothing to compute."""
+    monkeypatch.setattr(worker.torch, "get_num_threads", lambda: 1)
+    assert worker._copy_threads(cores, device) == threads
+    monkeypatch.setattr(worker, "_copy_threads", lambda cores, device: threads)
+    assert inspection.sharing_threads(engine("kv_both").worker_half) == 1 + threads
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])
