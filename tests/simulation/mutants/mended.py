@@ -472,8 +472,10 @@ MENDED: Final = (
         "with windows a request finds void blocks, and not the one that was not loaded",
         (
             "omni_connector.vllm_v1.scheduler",
-            "                first = next((i for i, each in enumerate(ids) if each in void), None)\n",
-            "                first = next((i for i, each in enumerate(ids) if each in block_ids), None)\n",
+            "                first = next("
+            "(i for i, each in enumerate(ids) if each in void), None)\n",
+            "                first = next("
+            "(i for i, each in enumerate(ids) if each in block_ids), None)\n",
         ),
     ),
     mutant(
