@@ -6,7 +6,8 @@ computed, a peer is left alone, a copy is given up: all right in production, and
 that counts what was loaded. A test of such a deadline sets it itself.
 """
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import pytest
@@ -20,6 +21,23 @@ PATIENCE_S: Final = 30.0
 
 STORE_S: Final = 8.0
 """The same for the answers of a store where others do not come, and hold up a test."""
+
+
+_LOOK_S: Final = 0.01
+"""Seconds between two looks of `wait_until`."""
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until it holds, for a minute at least.
+
+    The deadline is a number of sleeps: where a process is held up, its clock jumps, and a deadline
+    in seconds would be over after one look.
+    """
+    for _ in range(round(2 * PATIENCE_S / _LOOK_S)):
+        if condition():
+            return
+        time.sleep(_LOOK_S)
+    pytest.fail("what was waited for did not come")
 
 
 def lengthen(patch: pytest.MonkeyPatch, names: Iterable[str]) -> None:

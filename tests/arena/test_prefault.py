@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 from unittest import mock
@@ -24,6 +24,7 @@ from omni_connector.arena import prefault as module
 from omni_connector.arena.arena import Arena, ArenaView
 from omni_connector.arena.prefault import Prefaulter, ReaderPrefaulter
 from omni_connector.runtime.turns import COPIES
+from tests.patience import wait_until
 
 MIB = 1 << 20
 SIZE = 9 * MIB + 4096
@@ -68,13 +69,6 @@ def memory() -> Iterator[Memory]:
     there = Memory()
     yield there
     os.close(there.fd)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def resident(mapped: mmap.mmap) -> int:

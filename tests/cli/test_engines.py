@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from omni_connector.cli import engines as module
 from omni_connector.cli.engines import Router, make_engines, running
 from omni_connector.testing.engines import Engine, EngineError
+from tests.patience import wait_until
 
 # Stands in for an engine or the router: a child that itself has one, and obeys no signal.
 STUBBORN = "import signal, subprocess, sys, time; "
@@ -44,15 +44,15 @@ class SleepingRouter(Router):
         assert self.process is not None
 
 
-def _group_is_gone(leader: int) -> bool:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
+def _wait_for_end(leader: int) -> None:
+    def is_gone() -> bool:
         try:
             os.killpg(leader, 0)
         except ProcessLookupError:
             return True
-        time.sleep(0.05)
-    return False
+        return False
+
+    wait_until(is_gone)
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_everything_is_stopped_after_use(tmp_path: Path) -> None:
         processes = [up.prefill.process, up.decode.process, up.router.process]
     for process in processes:
         assert process is not None
-        assert _group_is_gone(process.pid)
+        _wait_for_end(process.pid)
 
 
 def test_everything_is_stopped_after_an_error(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_everything_is_stopped_after_an_error(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     for engine in (prefill, decode):
         assert engine.process is not None
-        assert _group_is_gone(engine.process.pid)
+        _wait_for_end(engine.process.pid)
 
 
 def test_an_engine_that_does_not_start_takes_the_other_along(
@@ -94,7 +94,7 @@ def test_an_engine_that_does_not_start_takes_the_other_along(
         pytest.fail("it is not running")
     for engine in (prefill, decode):
         assert engine.process is not None
-        assert _group_is_gone(engine.process.pid)
+        _wait_for_end(engine.process.pid)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_signal_stops_everything_first(
     number: signal.Signals, status: int, tmp_path: Path
 ) -> None:
     script = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"import sys; sys.path[:0] = {[str(Path(__file__).parents[i]) for i in (0, 2)]!r}\n"
         "import signal, time, test_engines as t\nfrom pathlib import Path\n"
         # What runs in the background of a shell inherits that it is ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -125,7 +125,8 @@ def test_a_signal_stops_everything_first(
         assert len(leaders) == 3
         child.send_signal(number)
         assert child.wait(timeout=60) == status
-    assert all(_group_is_gone(leader) for leader in leaders)
+    for leader in leaders:
+        _wait_for_end(leader)
 
 
 def test_the_router_is_given_both_engines_and_stays_on_loopback(tmp_path: Path) -> None:

@@ -197,6 +197,7 @@ def test_of_many_groups_and_blocks_a_summary_is_made(
     blocks = 4096
     many = ManyGroups(engine, groups=20, held=blocks, longest=64)
     monkeypatch.setattr(explained_module, "Connection", lambda path, deadline: many)
+    monkeypatch.setattr(explained_module, "_IN_ALL_S", 3600.0)
     found = explained(AskedEngine(Path("many")), [], [7] * (16 * blocks + 1), None)
     assert found.sources["store"] == 16 * blocks
     assert [len(group["runs"]) for group in found.groups] == [1] * 20
@@ -209,6 +210,7 @@ def test_what_no_prefix_reaches_is_not_asked_of_the_store(
     blocks, held = 20 * BLOCKS_AT_ONCE, 100
     many = ManyGroups(engine, groups=4, held=held)
     monkeypatch.setattr(explained_module, "Connection", lambda path, deadline: many)
+    monkeypatch.setattr(explained_module, "_IN_ALL_S", 3600.0)
     found = explained(AskedEngine(Path("many")), [], [7] * (16 * blocks), None)
     assert found.sources["store"] == 16 * held
     assert many.asked[0] <= BLOCKS_AT_ONCE

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from omni_connector.cli.orders import OrderedEngine
 from omni_connector.net.orders import NO_ORDERS, Orders, Service
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_dir
 from omni_connector.net.status import EngineStatus, StatusFile, Usage, container
+from omni_connector.testing import FakeClock
 
 from ..patience import lengthen
 
@@ -209,10 +211,17 @@ def test_an_engine_that_ends_meanwhile_is_drained(
 
 
 def test_an_engine_whose_file_cannot_be_read_has_not_ended(
-    make: Make, capsys: pytest.CaptureFixture[str]
+    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = make("one", SERVING)
-    threading.Timer(0.2, one.file.write, [b"?"]).start()
+    clock = FakeClock()
+
+    def sleep(seconds: float) -> None:
+        one.file.write(b"?")
+        clock.advance(seconds)
+
+    fake = SimpleNamespace(monotonic=clock, sleep=sleep, time=time.time)
+    monkeypatch.setattr(module, "time", fake)
     assert main(["drain", "one", "--wait", "0.6", "--quiet", "0.1"]) == 1
     assert "one is not drained after 0.6 s: its status file cannot be read" in (
         capsys.readouterr().err

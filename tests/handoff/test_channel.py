@@ -43,6 +43,7 @@ from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.turns import Turn
 from omni_connector.testing import FakeClock
 from tests import inspection
+from tests.patience import wait_until
 
 from .engine import LONG, PROMPT, Asker, StartEngine, ask, failure, start_peer
 
@@ -123,9 +124,8 @@ def test_digests_that_come_after_the_handshake_end_it_where_they_differ(
     for side in order:
         channel, digest = digests[side]
         channel.learn(weight_files=digest)
-    limit = time.monotonic() + LONG  # each learns on its channel's thread, at once but not now
-    while asker.request_lease(engine, engine.handoff()).exception(LONG) is None:
-        assert time.monotonic() < limit
+    # Each learns on its channel's thread, at once but not now.
+    wait_until(lambda: asker.request_lease(engine, engine.handoff()).exception(LONG) is not None)
     error = failure(asker.request_lease(engine, engine.handoff()))
     assert isinstance(error, IncompatiblePeerError)
     assert (error.field, error.ours, error.theirs) == ("weight_files", "g", "f")

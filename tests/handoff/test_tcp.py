@@ -49,6 +49,7 @@ from omni_connector.runtime.context import EngineContext
 from omni_connector.testing import FakeClock
 from omni_connector.testing.ports import free_port
 from tests import inspection
+from tests.patience import wait_until
 
 from ..descriptors import spare
 from ..stopping import stop
@@ -302,7 +303,7 @@ def test_garbage_is_hung_up_on_and_heard_by_nobody(
     greeting: bytes, quick: None, engine: Engine, friend: Asker
 ) -> None:
     # On a busy machine it does not come to terms within a second either.
-    eventually(lambda: friend.lease_by_tcp(engine, engine.handoff()).exception(LONG) is None)
+    wait_until(lambda: friend.lease_by_tcp(engine, engine.handoff()).exception(LONG) is None)
     friend.gone.clear()
     with knock(engine) as stranger:
         with contextlib.suppress(OSError):  # it need not read all that we have to say
@@ -476,8 +477,8 @@ def test_connections_are_bounded_and_those_there_are_stay(
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(approach(engine)) for _ in range(50)]
         # Four are let be, until their time is over. Others are shut, or never accepted.
-        eventually(lambda: "5 connections already" in caplog.text)
-        eventually(lambda: len(os.listdir("/proc/self/fd")) <= before + 50 + 4)
+        wait_until(lambda: "5 connections already" in caplog.text)
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 50 + 4)
         assert sum(not _is_shut(stranger) for stranger in crowd) >= 4
         assert early.lease_by_tcp(engine, engine.handoff()).result(LONG)
         assert not early.gone.is_set()
@@ -487,7 +488,7 @@ def test_connections_are_bounded_and_those_there_are_stay(
         )
         late.channel.close()
     assert caplog.text.count("5 connections already") == 1  # strangers do not fill the log
-    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     assert start_asker(KEY).lease_by_tcp(engine, engine.handoff()).result(LONG)
 
 
@@ -591,19 +592,12 @@ def test_connections_are_shut_without_a_descriptor_to_spare(
     listener = engine.channel._listener
     assert listener is not None
     stranger = knock(engine)
-    eventually(lambda: inspection.connections(engine.channel) == 1)
+    wait_until(lambda: inspection.connections(engine.channel) == 1)
     (number,) = listener._connections
     with spare(0):
         listener._shut(number)
     wait_for_end(stranger)
-    eventually(lambda: inspection.connections(engine.channel) == 0)
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: inspection.connections(engine.channel) == 0)
 
 
 def test_only_connections_to_its_own_port_are_ever_shut(engine: Engine, tmp_path: Path) -> None:
@@ -731,12 +725,12 @@ def test_a_cut_link_fails_the_lease_requests_on_it_and_the_server_forgets_it(
         waiting = ask(
             friend.channel, address, slow.token, engine.handshake_reply.epoch, timeout=600.0
         )
-        eventually(lambda: engine.server.has_pending)
+        wait_until(lambda: engine.server.has_pending)
         assert inspection.connections(engine.channel) == 1
         proxy.cut.set()
         assert "is gone" in str(failure(waiting))
         assert friend.gone.wait(LONG)
-        eventually(lambda: not inspection.connections(engine.channel))
+        wait_until(lambda: not inspection.connections(engine.channel))
     assert friend.lease_by_tcp(engine, engine.handoff()).result(LONG)
 
 
@@ -811,7 +805,7 @@ def test_a_peer_that_is_not_there_is_not_looked_for_with_every_request(
 def test_failed_peers_are_forgotten(monkeypatch: pytest.MonkeyPatch, friend: Asker) -> None:
     monkeypatch.setattr(channel_module, "FORGET_REFUSAL_S", 0.1)
     failure(ask(friend.channel, f"tcp://127.0.0.1:{free_port()}", b"t" * 16, b"e" * 16))
-    eventually(lambda: not inspection.engines_asked(friend.channel))
+    wait_until(lambda: not inspection.engines_asked(friend.channel))
 
 
 def test_a_host_that_does_not_answer_fails_the_lease_request(quick: None, friend: Asker) -> None:

@@ -227,6 +227,8 @@ def answers() -> Iterator[Parser]:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="omni-", dir="/tmp")))
         stack.enter_context(patch.object(loading, "logger", _Log()))
         stack.enter_context(patch.object(receiving, "logger", _Log()))
+        # However late it is read, a lease is not asked for again: the answer would be the same.
+        stack.enter_context(patch.object(receiving, "_FRESH_S", 400.0))
         connector = stack.enter_context(SharedMemoryTransport(folder=folder))
         arena = stack.enter_context(Arena.create(16, 8192, randbytes=lambda count: b"E" * count))
         content = np.arange(_PAGES_BYTES, dtype=np.uint8)
@@ -253,7 +255,9 @@ def answers() -> Iterator[Parser]:
 
         def alive() -> None:
             for decoder in decoders:
-                assert decoder.load(list(corpus), timeout=60.0) is True, "a valid answer is refused"
+                assert decoder.load(list(corpus), timeout=400.0) is True, (
+                    "a valid answer is refused"
+                )
 
         yield Parser("loads by answers", make, parse, (), alive)
 

@@ -6,7 +6,6 @@
 
 import random
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +30,7 @@ from tests.hostile.mutation import (
     distort_msgpack,
     nested,
 )
+from tests.patience import wait_until
 
 INPUTS = 10_000
 FOLLOWED_INPUTS = 500
@@ -58,14 +58,7 @@ def test_hostile_inputs_are_refused_by_name_and_nothing_dies(name: str) -> None:
         "so few are valid that little behind the first check was tried"
     )
     assert tally.peak_bytes > 0
-    _wait(lambda: set(threading.enumerate()) <= before)
-
-
-def _wait(until: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not until():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 # The attack must see what is unsafe: parsers that are so on purpose.

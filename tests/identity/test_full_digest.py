@@ -20,6 +20,7 @@ from omni_connector.identity.kept_digests import BESIDE, KeptDigests, state_of
 from omni_connector.identity.weight_files import ModelFiles, UnknownFilesError, files_of
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
 from omni_connector.runtime.context import PROCESS_CONTEXT
+from tests.patience import wait_until
 
 LONG = 60.0  # a deadline that only a hang reaches
 
@@ -362,9 +363,7 @@ def test_an_engine_that_ends_leaves_no_process_and_no_lock(model: Path, tmp_path
         return ModelFiles(model, (), weights)
 
     each = Engine(find)
-    limit = time.monotonic() + LONG
-    while each.digest._process is None and time.monotonic() < limit:
-        time.sleep(0.01)
+    wait_until(lambda: each.digest._process is not None)
     process = each.digest._process
     assert process is not None
     each.digest.close()

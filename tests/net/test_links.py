@@ -3,7 +3,6 @@
 
 import select
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +16,7 @@ from omni_connector.net.links import ZmqPoller
 from omni_connector.net.zeromq import Context, Socket
 from omni_connector.runtime.turns import WOKEN
 from tests.descriptors import spare
+from tests.patience import wait_until
 
 LONG = 60.0  # a deadline that only a hang reaches
 PAIRS = 4
@@ -96,11 +96,14 @@ def swallow_news(socket: Socket) -> None:
     """Send until libzmq has taken the news of the socket, of which its descriptor told."""
     poll = select.poll()
     poll.register(socket.getsockopt(zmq.FD), select.POLLIN)
-    deadline = time.monotonic() + LONG
-    while poll.poll(0):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)  # libzmq looks for news once in some milliseconds at most
-        socket.send(b"x")
+
+    def taken() -> bool:
+        if not poll.poll(0):
+            return True
+        socket.send(b"x")  # libzmq looks for news once in some milliseconds at most
+        return False
+
+    wait_until(taken)
 
 
 def test_a_message_that_came_before_a_send_is_noticed_after_it(pairs: Pairs) -> None:

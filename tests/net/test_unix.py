@@ -27,6 +27,7 @@ from omni_connector.net import unix
 from omni_connector.net.packets import MAX_MESSAGE_BYTES, PROTOCOL, Refusal, require_protocol
 from omni_connector.net.runtime import listen, socket_path
 from omni_connector.net.unix import Connection, Listener
+from tests.patience import wait_until
 
 from ..descriptors import spare
 
@@ -79,12 +80,9 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def none_left(before: int) -> bool:
-    """Whether no more descriptors are open than before, once the threads have closed theirs."""
-    limit = deadline()
-    while open_fds() > before and time.monotonic() < limit:
-        time.sleep(0.002)
-    return open_fds() <= before
+def wait_for_closed(before: int) -> None:
+    """Wait until no more descriptors are open than before: threads close theirs."""
+    wait_until(lambda: open_fds() <= before)
 
 
 @pytest.fixture
@@ -165,7 +163,7 @@ def test_bad_answers_are_refused(path: Path, packet: bytes, error: type[OmniErro
     with pytest.raises(PeerUnreachableError):
         connection.ask(Ask(b"d"), ANSWERS, deadline())
     server.join()
-    assert none_left(before)
+    wait_for_closed(before)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -192,7 +190,7 @@ def test_descriptors_that_come_unasked_do_not_stay(
         pass
     connection.close()
     server.join()
-    assert none_left(before)
+    wait_for_closed(before)
 
 
 def test_more_descriptors_than_one_are_refused(path: Path) -> None:
@@ -202,7 +200,7 @@ def test_more_descriptors_than_one_are_refused(path: Path) -> None:
     with pytest.raises(ProtocolError, match="2 descriptors"):
         connection.ask(Fetch(b"e"), BESIDE, deadline(), with_fd=True)
     server.join()
-    assert none_left(before)
+    wait_for_closed(before)
 
 
 def test_received_descriptor_is_not_inherited(path: Path) -> None:
@@ -271,7 +269,7 @@ def test_peer_of_another_user_is_refused_before_a_byte_is_sent(
         connection, _ = listening.accept()
         with connection:
             assert connection.recv(1) == b""
-    assert none_left(before)
+    wait_for_closed(before)
 
 
 def test_addresses_that_are_no_engine_are_not_talked_to(place: Path) -> None:
@@ -366,7 +364,7 @@ def test_clients_descriptors_are_dropped(path: Path, listener: Listener) -> None
         for _ in range(5):
             socket.send_fds(client, [msgspec.msgpack.encode(Ask(b"d"))], [0, 1, 2])
             assert client.recv(MAX_MESSAGE_BYTES)
-        assert none_left(before)
+        wait_for_closed(before)
 
 
 def test_client_of_another_user_is_hung_up_on(
@@ -403,7 +401,6 @@ def test_clients_that_cannot_be_accepted_are_logged_once(
             client.connect(str(path))
             waited = listener._stopped.wait
             waits = iter(range(3))
-            limit = deadline()
             tried = threading.Event()
 
             def wait(seconds: float) -> bool:
@@ -413,7 +410,7 @@ def test_clients_that_cannot_be_accepted_are_logged_once(
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(listener._stopped, "wait", wait)
-                assert tried.wait(limit - time.monotonic())
+                assert tried.wait(SOON_S)
         assert [each for each in caplog.messages if "Cannot accept" in each] == [
             "Cannot accept a peer: [Errno 24] Too many open files; raise `ulimit -n`"
         ]
@@ -429,15 +426,16 @@ def test_clients_beyond_the_limit_are_hung_up_on(
     with pytest.raises(PeerUnreachableError):
         Connection(path, deadline()).ask(Ask(b"d"), ANSWERS, deadline())
     kept.pop().close()
-    limit = deadline()
-    while time.monotonic() < limit:
+
+    def served() -> bool:
+        kept.append(Connection(path, deadline()))
         try:
-            kept.append(Connection(path, deadline()))
             kept[-1].ask(Ask(b"d"), ANSWERS, deadline())
-            break
         except PeerUnreachableError:  # our end is closed, but the listener has yet to see it
-            time.sleep(0.01)
-    assert kept[-1].alive
+            return False
+        return True
+
+    wait_until(served)
     for each in kept:
         each.close()
 
@@ -586,10 +584,12 @@ def test_clients_that_vanish_leave_no_descriptor(path: Path, listener: Listener)
         if i % 2:
             client.send(msgspec.msgpack.encode(Ask(b"d")))
         client.close()
-    limit = deadline()
-    while open_fds() > before and time.monotonic() < limit:
+
+    def closed() -> bool:
         connection.ask(Ask(b"d"), ANSWERS, deadline())
-    assert none_left(before)
+        return open_fds() <= before
+
+    wait_until(closed)
     connection.close()
 
 
@@ -605,7 +605,7 @@ def test_sent_descriptor_is_closed_here(path: Path, place: Path) -> None:
             os.close(descriptor)
         connection.close()
         listener.close()
-        assert none_left(before - 1)
+        wait_for_closed(before - 1)
 
 
 def test_close_removes_sockets_and_hangs_up(path: Path, place: Path) -> None:
@@ -627,7 +627,7 @@ def test_close_removes_sockets_and_hangs_up(path: Path, place: Path) -> None:
     assert os.listdir(place) == []
     connection.close()
     waiting.close()
-    assert none_left(before)
+    wait_for_closed(before)
 
 
 def test_removed_socket_answers_no_more_but_its_clients_stay(

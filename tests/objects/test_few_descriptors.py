@@ -4,7 +4,6 @@
 import contextlib
 import logging
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from omni_connector.net.peers import HostPort
 from omni_connector.objects.mooncake import ObjectServer
 from omni_connector.objects.peer import Missing
 from omni_connector.objects.shm import SharedMemoryConnector
+from tests.patience import wait_until
 
 from ..descriptors import memfds, spare
 
@@ -58,10 +58,7 @@ def test_a_get_without_descriptors_finds_nothing_and_leaves_nothing(
                 found = receiver.get("0", "1", "key")
             assert found in (None, (b"object", 6))
         assert found or caplog.text
-        end = time.monotonic() + WAIT_S
-        while memfds() > before:  # the sender's thread closes what it has sent
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        wait_until(lambda: memfds() <= before)  # the sender's thread closes what it has sent
 
 
 @pytest.mark.parametrize("count", range(16))

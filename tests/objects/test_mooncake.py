@@ -35,6 +35,7 @@ from omni_connector.testing import FakeClock
 from omni_connector.testing.conformance import ObjectConformance
 from omni_connector.testing.ports import free_port
 from tests import inspection
+from tests.patience import wait_until
 
 from ..stopping import stop
 
@@ -45,6 +46,7 @@ pytestmark = pytest.mark.usefixtures("reused_engines")
 NAME = "MooncakeTransferEngineConnector"
 EDGE = ("0", "1")
 WAIT_S = 60.0
+HOUR_S = 3600.0  # whoever waits for it hangs
 
 
 class Acquainted(MooncakeTransferEngineConnector):
@@ -53,7 +55,7 @@ class Acquainted(MooncakeTransferEngineConnector):
     places: ClassVar[dict[Path, list["Acquainted"]]] = {}
 
     def __init__(self, place: Path, geometry: tuple[int, int]) -> None:
-        super().__init__(zmq_port=0, role="receiver")
+        super().__init__(zmq_port=0, role="receiver", transfer_timeout=HOUR_S)
         self._geometry = geometry
         self.others = self.places.setdefault(place, [])
         self.others.append(self)
@@ -116,12 +118,10 @@ def test_a_receiver_is_told_of_the_sender_later(make: Make) -> None:
 
 
 def test_a_host_that_is_not_allowed_is_not_asked(make: Make, caplog: Any) -> None:
-    receiver = make(role="receiver", peers=["10.1.0.0/16"], object_timeout=WAIT_S)
+    receiver = make(role="receiver", peers=["10.1.0.0/16"], object_timeout=HOUR_S)
     for host in ("10.2.0.1", "db.internal"):
         hint = {"source_host": host, "source_port": 80}
-        started = time.monotonic()
         assert receiver.get(*EDGE, "key", hint) is None
-        assert time.monotonic() - started < WAIT_S / 2
         assert "`peers`" in caplog.text
         caplog.clear()
     assert not inspection.senders_asked(receiver)
@@ -326,12 +326,10 @@ def test_a_sender_of_another_version_is_named_once(
 ) -> None:
     newer = msgspec.msgpack.Decoder(NewerFind)
     monkeypatch.setattr(objects_mooncake, "QUESTIONS", newer)
-    sender, receiver = make(), make(role="receiver", object_timeout=WAIT_S)
+    sender, receiver = make(), make(role="receiver", object_timeout=HOUR_S)  # it is answered
     _, _, metadata = sender.put(*EDGE, "key", b"object")
-    started = time.monotonic()
     for _ in range(3):
         assert receiver.get(*EDGE, "key", metadata) is None
-    assert time.monotonic() - started < WAIT_S / 2  # it is answered
     said = [each.getMessage() for each in caplog.records if "No object is found" in each.msg]
     assert len(said) == 1
     assert f"at {sender.listen()}: the peer refuses" in said[0]
@@ -385,7 +383,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_a_sender_that_is_gone_or_stands_still(make: Make, how: str) -> None:
-    receiver = make(role="receiver")
+    receiver = make(role="receiver", object_timeout=HOUR_S)
     with subprocess.Popen(
         [sys.executable, "-c", SENDER],
         stdin=subprocess.PIPE,
@@ -400,9 +398,7 @@ def test_a_sender_that_is_gone_or_stands_still(make: Make, how: str) -> None:
                 stop(sender.pid)
             else:
                 sender.kill()
-            started = time.monotonic()
             assert receiver.get(*EDGE, "key", metadata, timeout=2.0) is None
-            assert time.monotonic() - started < WAIT_S / 2
         finally:
             sender.kill()
 
@@ -416,10 +412,7 @@ def test_links_to_senders_that_have_gone_are_let_go_of(make: Make) -> None:
         metadata.append(sender.put(*EDGE, "key", b"object")[2])
         assert receiver.get(*EDGE, "key", metadata[-1]) == (b"object", 6)
         sender.close()
-    end = time.monotonic() + WAIT_S
-    while inspection.senders_asked(receiver):  # nobody asks again
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: not inspection.senders_asked(receiver))  # nobody asks again
 
 
 def test_a_link_that_nobody_uses_is_let_go_of_and_made_again(
@@ -436,7 +429,4 @@ def test_a_link_that_nobody_uses_is_let_go_of_and_made_again(
     receiver._let_go()
     assert source._line is None
     assert receiver.get(*EDGE, "key", metadata) == (b"object", 6)
-    end = time.monotonic() + WAIT_S
-    while inspection.senders_asked(receiver):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: not inspection.senders_asked(receiver))

@@ -33,11 +33,11 @@ from omni_connector.testing.ports import free_port
 from omni_connector.transports.mooncake.library import store_module
 
 from ..masters import Master, lender
-from ..patience import PATIENCE_S
+from ..patience import PATIENCE_S, wait_until
 
 EDGE = ("0", "1")
 TIMEOUT_S = 1.5
-SLACK_S = 15.0  # what a busy machine takes beyond
+HOUR_S = 3600.0  # whoever waits for it hangs
 
 
 @pytest.fixture(scope="module")
@@ -83,18 +83,6 @@ def name_of(connector: MooncakeStoreConnector, key: str) -> str:
 def replace(raw: Any, name: str, content: bytes) -> None:
     raw.remove(name, True)
     assert raw.put(name, content) == 0
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 2 * PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def seconds(call: Callable[[], object]) -> tuple[object, float]:
-    began = time.monotonic()
-    return call(), time.monotonic() - began
 
 
 @pytest.mark.parametrize(
@@ -240,7 +228,7 @@ def test_replaced_and_dropped_objects_leave_nothing_behind(
         names += version.fragment_names(connector._prefix)
     connector.cleanup("req")
     names.append(name_of(connector, "req"))
-    eventually(lambda: raw.batch_is_exist(names) == [0] * len(names))
+    wait_until(lambda: raw.batch_is_exist(names) == [0] * len(names))
 
 
 def test_object_that_finds_no_room_is_refused(
@@ -259,10 +247,8 @@ def test_object_that_finds_no_room_is_refused(
 
 def test_nobody_at_the_address_of_the_master_is_a_transport_error() -> None:
     pytest.importorskip("mooncake.store", exc_type=ImportError)
-    began = time.monotonic()
     with pytest.raises(PeerUnreachableError, match="refused"):
         MooncakeStoreConnector(master=f"127.0.0.1:{free_port()}", object_timeout=2.0)
-    assert time.monotonic() - began < 2.0 + SLACK_S
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
@@ -278,14 +264,12 @@ def test_master_that_goes_away_and_comes_back(
     ):
         # It goes in the middle of whatever is under way.
         wrong: list[object] = []
-        longest = [0.0]
         stop = threading.Event()
 
         def work(key: str) -> None:
             while not stop.is_set():
-                ok, took = seconds(lambda: connector.put(*EDGE, key, content)[0])
-                found, read = seconds(lambda: connector.get(*EDGE, key))
-                longest[0] = max(longest[0], took, read)
+                ok = connector.put(*EDGE, key, content)[0]
+                found = connector.get(*EDGE, key)
                 if found is not None and found != (content, len(content)):
                     wrong.append(key)
                 if not ok:
@@ -296,27 +280,22 @@ def test_master_that_goes_away_and_comes_back(
             thread.start()
         time.sleep(0.5)
         getattr(mortal, how)()
-        eventually(lambda: "status" in connector.details())
+        wait_until(lambda: "status" in connector.details())
         time.sleep(0.5)
         stop.set()
         for thread in threads:
-            thread.join(20.0)
+            thread.join()
         assert wrong == []
-        assert longest[0] < TIMEOUT_S + SLACK_S
-        # It is known to be away, and not waited for: the quickest of several tells.
-        puts = [seconds(lambda: connector.put(*EDGE, "key", b"object")) for _ in range(5)]
-        assert [put for put, _ in puts] == [(False, 0, None)] * 5
-        gets = [seconds(lambda: connector.get(*EDGE, "key")) for _ in range(5)]
-        assert min(took for _, took in puts) < TIMEOUT_S / 3
-        assert min(took for _, took in gets) < TIMEOUT_S / 3
+        # It is known to be away, and not waited for.
+        connector.object_timeout = HOUR_S
+        assert connector.put(*EDGE, "key", b"object") == (False, 0, None)
+        assert connector.get(*EDGE, "key") is None
         assert "does not answer" in connector.health()["status"]
         if how == "kill":
             mortal.start()
         else:
             mortal.go_on()
-        # Or a put that a busy machine makes late would be another absence.
-        connector.object_timeout = PATIENCE_S
-        eventually(lambda: connector.put(*EDGE, "key", content)[0])
+        wait_until(lambda: connector.put(*EDGE, "key", content)[0])
         assert connector.get(*EDGE, "key") == (content, len(content))
         assert connector.health()["status"] == "healthy"
     assert caplog.text.count("asked again in the background") == 1

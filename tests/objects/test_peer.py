@@ -8,23 +8,27 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
 
 from omni_connector.arena.arena import Arena
+from omni_connector.errors import PeerUnreachableError
 from omni_connector.net.packets import MAX_MESSAGE_BYTES, Refusal, require_protocol
 from omni_connector.net.runtime import listen, socket_path
 from omni_connector.net.unix import Connection, Listener
 from omni_connector.objects import exchange
+from omni_connector.objects import peer as objects_peer
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.codec import encode
 from omni_connector.objects.object_store import ObjectStore, StoredObject
 from omni_connector.objects.peer import ANSWERS, PROTOCOL, Find, Found, Missing, Peer, Read
 from omni_connector.objects.shm import SharedMemoryConnector
-from omni_connector.transports.base import Endpoint
-from omni_connector.transports.shm import Attach, AttachReply
+from omni_connector.testing import FakeClock
+from omni_connector.transports.base import Endpoint, RemoteArena
+from omni_connector.transports.shm import Attach, AttachReply, SharedMemoryTransport
 from tests import inspection
 
 SOON_S = 60.0
@@ -251,41 +255,73 @@ def test_silent_peer_delays_once_and_hides_nothing(place: Path) -> None:
         assert questions(stopped) == [Find(KEY.digest)]
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """The clock of who asks peers. It moves on while one is silent, and at no other time."""
+    clock = FakeClock(time.monotonic())
+    for module in (exchange, objects_peer):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+def all_of_its_time(clock: FakeClock, deadline: float) -> NoReturn:
+    clock.advance(max(0.0, deadline - clock()))
+    raise PeerUnreachableError("no answer before the deadline")
+
+
 @pytest.mark.parametrize("silent", [1, 3])
-def test_silent_peers_leave_time_for_others(place: Path, silent: int) -> None:
+def test_silent_peers_leave_time_for_others(place: Path, silent: int, clock: FakeClock) -> None:
     # They have the least of addresses, so that they are asked first.
     paths = [place / f"o-{number:024}.sock" for number in range(silent)]
+    asked: list[Path] = []
+    ask = Connection.ask
+
+    def ask_or_wait(
+        self: Connection, question: Any, answers: Any, deadline: float, **options: Any
+    ) -> Any:
+        if self.path not in paths:
+            return ask(self, question, answers, deadline, **options)
+        asked.append(self.path)
+        return all_of_its_time(clock, deadline)
+
     with contextlib.ExitStack() as stack:
         for path in paths:
             stack.enter_context(listen(path))
         honest = stack.enter_context(SharedMemoryConnector(folder=place))
         honest.put("0", "1", "key", b"object")
         receiver = stack.enter_context(
-            SharedMemoryConnector(folder=place, object_timeout=0.4, peer_timeout=1.0)
+            SharedMemoryConnector(folder=place, object_timeout=1000.0, peer_timeout=2000.0)
         )
-        end = deadline()
-        while receiver.get("0", "1", "key") != (b"object", 6):
-            assert time.monotonic() < end
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Connection, "ask", ask_or_wait)
+            assert receiver.get("0", "1", "key") == (b"object", 6)
+        assert asked == paths
 
 
-def test_an_arena_that_is_not_handed_out_leaves_time_for_others(place: Path) -> None:
+def test_an_arena_that_is_not_handed_out_leaves_time_for_others(
+    place: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     newest = found(((0, 1),), generation=2**63 - 1)
-
-    def answer(question: object) -> tuple[Any, int | None]:
-        if isinstance(question, Attach):
-            return None, None
-        return msgspec.structs.replace(newest, endpoint=endpoint), None
-
-    peer, address = object_peer(place, answer)
+    peer, address = object_peer(
+        place, lambda question: (msgspec.structs.replace(newest, endpoint=endpoint), None)
+    )
     endpoint = msgspec.structs.replace(newest.endpoint, address=address)
+    attach = SharedMemoryTransport.attach
+
+    def attach_or_wait(
+        self: SharedMemoryTransport, endpoint: Endpoint, *, timeout: float
+    ) -> RemoteArena:
+        if endpoint.address == address:
+            all_of_its_time(clock, clock() + timeout)
+        return attach(self, endpoint, timeout=timeout)
+
+    monkeypatch.setattr(SharedMemoryTransport, "attach", attach_or_wait)
     with (
         SharedMemoryConnector(folder=place) as honest,
-        SharedMemoryConnector(folder=place, object_timeout=0.8, peer_timeout=0.2) as receiver,
+        SharedMemoryConnector(folder=place, object_timeout=1000.0, peer_timeout=2000.0) as receiver,
     ):
         honest.put("0", "1", "key", b"object")
-        end = deadline()
-        while receiver.get("0", "1", "key") != (b"object", 6):
-            assert time.monotonic() < end
+        assert receiver.get("0", "1", "key") == (b"object", 6)
         assert any(each._silent_until for each in inspection.senders_asked(receiver))
     peer.close()
 

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from collections.abc import Iterator
+
 import pytest
 
 from ..patience import lengthen
@@ -10,7 +12,10 @@ DEADLINES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines wait for each other, and for their ranks, as long as a busy machine takes."""
-    lengthen(monkeypatch, DEADLINES)
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """Engines wait for each other, and for their ranks, as long as a busy machine takes; those that
+    a module's tests share, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        lengthen(patch, DEADLINES)
+        yield

@@ -88,11 +88,11 @@ def connection(place: Path, explainer: Explainer) -> Iterator[Connection]:
 
 def connect(place: Path) -> Connection:
     path = socket_path(place, "explain:one", kind=KIND)
-    return Connection(path, time.monotonic() + 5)
+    return Connection(path, time.monotonic() + 60)
 
 
 def asked(connection: Connection, question: Any) -> Any:
-    return connection.ask(question, ANSWERS, time.monotonic() + 5)[0]
+    return connection.ask(question, ANSWERS, time.monotonic() + 60)[0]
 
 
 def test_an_engine_says_what_it_is(connection: Connection, place: Path) -> None:
@@ -176,4 +176,4 @@ def test_what_is_closed_is_not_asked(place: Path, explainer: Explainer) -> None:
     explainer.close()
     explainer.close()
     with pytest.raises(OmniError):
-        Connection(socket_path(place, "explain:one", kind=KIND), time.monotonic() + 1)
+        Connection(socket_path(place, "explain:one", kind=KIND), time.monotonic() + 60)

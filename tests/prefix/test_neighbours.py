@@ -5,7 +5,6 @@ import contextlib
 import gc
 import socket
 import tempfile
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from omni_connector.prefix import neighbours
 from omni_connector.prefix.neighbours import Hits, HostNeighbours, LocalEngine
 from omni_connector.runtime.context import PROCESS_CONTEXT
 from omni_connector.transports import Endpoint
+from tests.patience import wait_until
 
 ARENA = Endpoint(transport="shm", address="a", epoch=bytes(16), n_slots=8, slot_bytes=4096)
 
@@ -87,9 +87,12 @@ def met_engines() -> Iterator[HostNeighbours]:
 
         reader = engine("reader")
         engine("owner")
-        while not reader.present():
+
+        def met() -> object:
             reader._thread.wake()
-            time.sleep(0.01)
+            return reader.present()
+
+        wait_until(met)
         with contextlib.ExitStack() as still:
             patch = still.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(reader, "look", lambda: None)
@@ -174,7 +177,7 @@ def test_engines_that_do_not_answer_delay_the_meeting_of_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(neighbours, "_ANSWER_S", 120.0)
-    monkeypatch.setattr(neighbours, "_CONNECT_S", 0.05)
+    monkeypatch.setattr(neighbours, "_CONNECT_S", 1.0)
     with contextlib.ExitStack() as ends:
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
         silent = []
@@ -196,9 +199,7 @@ def test_engines_that_do_not_answer_delay_the_meeting_of_no_other(
             return ends.enter_context(contextlib.closing(HostNeighbours(home, PROCESS_CONTEXT)))
 
         owner, reader = engine("owner"), engine("reader")
-        until = time.monotonic() + 60
-        while not (reader.present() or time.monotonic() > until):
-            time.sleep(0.01)
+        wait_until(reader.present)
         assert len(reader.present()) == 1
         del owner
 

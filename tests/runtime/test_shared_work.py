@@ -9,6 +9,7 @@ import pytest
 from omni_connector.errors import TransportError
 from omni_connector.runtime import shared_work as module
 from omni_connector.runtime.shared_work import Helpers, share_out
+from tests.patience import wait_until
 
 LONG = 60.0  # a deadline that only a hang reaches
 
@@ -319,9 +320,7 @@ def test_who_gets_no_time_elsewhere_comes_to_the_core_of_who_lends_itself(
         together.wait()  # it is not late before who lends itself has done its part
         if not caller:
             return
-        deadline = time.monotonic() + LONG
-        while os.sched_getaffinity(0) != own and time.monotonic() < deadline:
-            time.sleep(1e-3)
+        wait_until(lambda: os.sched_getaffinity(0) == own)
         seen.append(os.sched_getaffinity(0))
 
     os.sched_setaffinity(0, own)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Managers over shared memory, from stage 0 to stage 1."""
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 from omni_connector.stage.config import OmniKVCacheConfig
@@ -11,13 +13,18 @@ from ..patience import PATIENCE_S
 
 
 def shared_manager(
-    *, groups: ParallelGroups | None = None, extra: dict[str, Any] | None = None, **config: Any
+    *,
+    groups: ParallelGroups | None = None,
+    extra: dict[str, Any] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **config: Any,
 ) -> OmniKVTransferManager:
     """A manager that sends and receives over `SharedMemoryConnector`.
 
     Args:
         groups: the manager's `parallel_groups`.
         extra: settings of the connector.
+        clock: the manager's.
         config: fields of the configuration.
     """
     settings = {
@@ -29,4 +36,6 @@ def shared_manager(
         "need_recv_cache": True,
         "recv_timeout": PATIENCE_S,
     }
-    return OmniKVTransferManager(OmniKVCacheConfig(**settings | config), parallel_groups=groups)
+    return OmniKVTransferManager(
+        OmniKVCacheConfig(**settings | config), parallel_groups=groups, clock=clock
+    )

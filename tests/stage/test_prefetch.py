@@ -186,15 +186,13 @@ def test_prefetching_gives_way_to_what_needs_the_memory() -> None:
 
 def test_a_prefetch_that_does_not_end_is_given_up_and_closing_waits_for_none() -> None:
     may_go = threading.Event()
-    prefetcher = Prefetcher(lambda *arguments: may_go.wait(WAIT_S) and None, 0.0)
+    prefetcher = Prefetcher(lambda *arguments: may_go.wait() and None, 0.0)
     assert prefetcher.start("a", None, None) is True
     assert prefetcher.consume("a", 0.05) is None
     assert prefetcher.start("b", None, None) is True
     # Both threads are taken, the first by what was given up.
     assert prefetcher.start("c", None, None) is False
-    start = time.monotonic()
     prefetcher.close()
-    assert time.monotonic() - start < WAIT_S / 2
     assert prefetcher.start("d", None, None) is False
     may_go.set()
 

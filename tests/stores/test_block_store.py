@@ -12,12 +12,13 @@ from omni_connector.stores.block_store import MooncakeBlockStore
 from omni_connector.testing.ports import free_port
 
 from ..masters import Master
+from ..patience import wait_until
 from .conformance import TIMEOUT_S, BlockStoreConformance, fill, name
 
 __all__ = ["name"]  # a fixture
 
 SHORT_S = 0.5
-SLACK_S = 15.0  # what a busy machine takes beyond; less than `TIMEOUT_S`, which is not waited for
+HOUR_S = 3600.0  # whoever waits for it hangs
 
 
 def connect(master: Master, lends: int = 0) -> MooncakeBlockStore:
@@ -44,14 +45,10 @@ def test_nobody_at_the_address_of_the_master(caplog: pytest.LogCaptureFixture) -
     with pytest.raises(PeerUnreachableError, match="refused"):
         store.wait(TIMEOUT_S)
     rows = store.buffer(2, 100)
-    took = []
-    for _ in range(100):
-        began = time.monotonic()
+    for _ in range(100):  # nobody is waited for: none of the failures is a timeout
         assert store.exists(["a", "b"], timeout=TIMEOUT_S) == [False, False]
         assert store.put(["a", "b"], rows, [1, 1], timeout=TIMEOUT_S) == [False, False]
         assert store.get(["a", "b"], rows, [1, 1], timeout=TIMEOUT_S) == [False, False]
-        took.append(time.monotonic() - began)
-    assert min(took) < SHORT_S  # nobody is waited for; the quickest tells, on a busy machine
     assert store.failures == {"unreachable": 600}
     assert len(caplog.records) == 1
     store.close()
@@ -76,25 +73,20 @@ def test_master_that_goes_away_and_comes_back(
         lambda: store.put([f"during{i}" for i in range(8)], rows, lengths, timeout=SHORT_S),
         lambda: store.exists(keys, timeout=SHORT_S),
     ):
-        began = time.monotonic()
         assert call() == [False] * 8
-        assert time.monotonic() - began < SHORT_S + SLACK_S
     time.sleep(0.2)
-    began = time.monotonic()
-    assert store.get(keys, back, lengths, timeout=TIMEOUT_S) == [False] * 8
-    assert time.monotonic() - began < SLACK_S
+    # It is known to be away, and not waited for.
+    assert store.get(keys, back, lengths, timeout=HOUR_S) == [False] * 8
     # What was given up may go on, but not into rows that were handed back.
     if how == "kill":
         mortal.start()
     else:
         mortal.go_on()
-    deadline = time.monotonic() + 90.0
     # Not `SHORT_S`: a put that a busy machine makes late would be another absence.
-    while not all(store.put([f"after{i}" for i in range(8)], rows, lengths, timeout=TIMEOUT_S)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    after = [f"after{i}" for i in range(8)]
+    wait_until(lambda: all(store.put(after, rows, lengths, timeout=HOUR_S)))
     assert (back == 7).all()
-    assert all(store.get([f"after{i}" for i in range(8)], back, lengths, timeout=TIMEOUT_S))
+    assert all(store.get(after, back, lengths, timeout=HOUR_S))
     assert np.array_equal(back, rows)
     store.close()
     assert caplog.text.count("asked again in the background") == 1

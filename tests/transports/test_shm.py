@@ -4,7 +4,6 @@ import signal
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from omni_connector.net.unix import Listener
 from omni_connector.testing.conformance import TransportConformance, publish, read
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.shm import Attach, AttachReply, SharedMemoryTransport
+from tests.patience import wait_until
 
 from ..peer_processes import EXPORT, WAIT_S, Peer, starting
 from ..stopping import stop
@@ -37,12 +37,9 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def none_left(before: int) -> bool:
-    """Whether no more descriptors are open than before, once the threads have closed theirs."""
-    limit = time.monotonic() + WAIT_S
-    while open_fds() > before and time.monotonic() < limit:
-        time.sleep(0.002)
-    return open_fds() <= before
+def wait_for_closed(before: int) -> None:
+    """Wait until no more descriptors are open than before: threads close theirs."""
+    wait_until(lambda: open_fds() <= before)
 
 
 class TestSharedMemoryConformance(TransportConformance):
@@ -129,7 +126,7 @@ def test_the_arena_of_a_killed_peer_is_handed_on(
         reader.withdraw(ours)
         assert not Path(ours.address).exists()
     reader.close()
-    assert none_left(before)
+    wait_for_closed(before)
 
 
 @pytest.mark.parametrize(
@@ -198,10 +195,7 @@ def test_owner_outlives_readers_killed_while_they_attach(
         assert owner.health()["status"] == "healthy"
         owner.withdraw(endpoint)
         # All that is left of the readers, pipes apart, is gone.
-        limit = time.monotonic() + WAIT_S
-        while sockets_of(owner) and time.monotonic() < limit:
-            time.sleep(0.01)
-        assert sockets_of(owner) == 0
+        wait_until(lambda: sockets_of(owner) == 0)
         assert len(os.listdir("/proc/self/fd")) <= fds + 2 * 2
 
 
@@ -377,4 +371,4 @@ def test_attached_arena_must_be_the_announced_one(place: Path) -> None:
             with pytest.raises((IncompatiblePeerError, PeerRefusedError)):
                 reader.attach(msgspec.structs.replace(endpoint, address=str(path)), timeout=WAIT_S)
             liar.close()
-            assert none_left(before)
+            wait_for_closed(before)

@@ -52,8 +52,6 @@ _ATTEMPTS: Final = 4
 # Seconds that are waited before a further try, times 4 for each try before it.
 _BACKOFF_S: Final = 0.005
 
-# A read that fails sooner was refused, or lost its connection. One that takes longer is stuck.
-_QUICK_S: Final = 1.0
 # Mooncake's blocking call keeps a core busy until the bytes are there, and the threads that send
 # and receive them need that core. With few ranges, or large ones, it costs less to start a transfer
 # for each, and to look now and then.
@@ -174,7 +172,8 @@ class TransferEngine:
     def fetch(self, peer: str, ranges: Sequence[MemoryRange], deadline: float) -> NDArray[np.uint8]:
         """Read ranges of a peer's registered memory.
 
-        A transfer that hangs ends after `timeout_s`, even if that is after the deadline.
+        A transfer that hangs ends after `timeout_s`, even if that is after the deadline, and is not
+        tried again.
 
         Args:
             peer: `host:port` of its engine.
@@ -226,8 +225,8 @@ class TransferEngine:
             # The queue is full, this was the first transfer after a pause, or the peer is gone.
             # Parts of the batch may still arrive, so the next try gets other memory.
             self._keep(peer, buffer, failed, at)
-            if time.monotonic() - started > _QUICK_S:
-                break
+            if time.monotonic() - started >= self._settings.timeout_s:
+                break  # it was stuck; one that fails sooner was refused, or lost its connection
         tries = "1 try" if not attempt else f"{attempt + 1} tries"
         raise PeerUnreachableError(f"Mooncake cannot read from {peer} (code {code}, {tries})")
 
