@@ -3,6 +3,9 @@
 
 A thread of its own pins, and not before the engine has captured its CUDA graphs: a registration of
 memory by another thread makes a capture fail, or fails itself (vLLM #46933).
+
+Launches wait while the driver registers memory, 2.5 ms for 64 MiB. Arenas of neighbours come while
+the engine serves, so they are pinned in smaller pieces, each begun when a step has been launched.
 """
 
 import logging
@@ -32,6 +35,13 @@ _SETTLED_S: Final = 2.0
 """Seconds without new memory after which less than a whole piece is pinned. Hosts have a limit on
 registrations (about 65,000 were seen), so that pieces must not be small."""
 
+_OF_A_NEIGHBOUR: Final = 8
+"""Pieces of a neighbour's arena for one of the own arena: 128 MiB, 5 ms of the driver. 64 GiB are
+512 registrations then, of the 65,000 that a host has."""
+
+_IDLE_S: Final = 0.05
+"""Seconds after a step in which another piece of a neighbour's arena waits for the next step."""
+
 _CLOSE_S: Final = 5.0
 """Longest wait of `close` for the thread, in seconds."""
 
@@ -57,6 +67,7 @@ class _Memory:
 
     Attributes:
         slots: all of them.
+        of_a_neighbour: whether they are another engine's, which this one only reads.
         pinned: the pieces that the device has.
         refused: the pieces that it did not take.
         tried: the end of the slots in these pieces.
@@ -66,6 +77,7 @@ class _Memory:
 
     def __init__(self, owner: "Pinning", slots: NDArray[np.uint8]) -> None:
         self.slots = slots
+        self.of_a_neighbour = not slots.flags.writeable
         self.pinned: list[NDArray[np.uint8]] = []
         self.refused: list[_Piece] = []
         self.tried = 0
@@ -85,13 +97,18 @@ class _Memory:
 
     def due(self, at_once: int) -> tuple[float, slice | _Piece]:
         """The next piece of `at_once` bytes, or one to ask for again; and from when on."""
+        if self.of_a_neighbour:
+            at_once //= _OF_A_NEIGHBOUR
         whole = min(len(self.slots), self.tried + max(1, at_once // self.slots.shape[1]))
         end = min(self.ready, whole)
         new = slice(self.tried, end)
         found: list[tuple[float, slice | _Piece]] = [(each.retry_at, each) for each in self.refused]
         if end > self.tried:
             found.append((0.0 if end == whole else self.ready_at + _SETTLED_S, new))
-        return min(found, key=lambda each: each[0], default=(WOKEN, new))
+        if not found:
+            return WOKEN, new
+        due, piece = min(found, key=lambda each: each[0])
+        return (max(due, self._owner.between_steps()) if self.of_a_neighbour else due), piece
 
 
 class Pinning:
@@ -126,6 +143,11 @@ class Pinning:
         self._lock = lock()
         self._thread: Turns | None = None
         self._not_before = 0.0
+        # Written by the engine's thread; `_taken` by both, and a piece too many does no harm.
+        self._launching = False
+        self._launched_at = 0.0
+        self._taken = False  # whether a piece was begun since then
+        self._awaited = False  # whether the thread waits for the next step
         self._closed = False
         self._warned = False
 
@@ -140,6 +162,25 @@ class Pinning:
         For the engine's thread."""
         if self._thread is None and self._copier.pinned_at_once and not self._closed:
             self._thread = self._start("omni-pin", self._turn)
+
+    def step_begins(self) -> None:
+        """The engine is about to launch a step: begin no piece of a neighbour's arena."""
+        self._launching = True
+
+    def step_launched(self) -> None:
+        """It has launched it, and the device has work meanwhile: one piece may be pinned."""
+        self._launched_at = self.clock()
+        self._taken = self._launching = False
+        if self._awaited:
+            self._awaited = False
+            self.wake()
+
+    def between_steps(self) -> float:
+        """From when on a piece of a neighbour's arena may be pinned."""
+        self._awaited = True  # first, so that a step that ends now is not missed
+        if self._launching:
+            return WOKEN
+        return self._launched_at + _IDLE_S if self._taken else 0.0
 
     def wake(self) -> None:
         """Look for what can be pinned."""
@@ -198,6 +239,7 @@ class Pinning:
         return 0.0
 
     def _pin(self, memory: _Memory, piece: _Piece, now: float) -> None:
+        self._taken |= memory.of_a_neighbour
         code = self._copier.pin(piece.slots)
         if not code:
             memory.pinned.append(piece.slots)

@@ -417,6 +417,8 @@ class OmniWorker:
     def bind(self, metadata: OmniConnectorMetadata) -> None:
         """Take the work of a step."""
         self.captured()
+        if self._caches is not None:
+            self._caches.pinning.step_begins()
         if self._following:  # the forward pass before this one has not come to its end
             self._threads.saves.cancel(set(self._following))
             self._following = {}
@@ -444,6 +446,8 @@ class OmniWorker:
             self.start_loads()
         if self._saves_left:
             self.start_saves()
+        if self._caches is not None:
+            self._caches.pinning.step_launched()
         metadata, self._metadata = self._metadata, None
         if metadata is None:
             return

@@ -185,6 +185,38 @@ def test_what_is_let_go_of_is_pinned_no_more(device):
     assert device.pinning.bytes == PinnedBytes(0, 0)
 
 
+def test_the_arena_of_a_neighbour_is_pinned_piece_by_piece_between_steps(device):
+    """No launch waits for the driver, whose calls take less time here than the device for a step;
+    the own arena is there before requests are."""
+    device.pinning.begin()
+    own = device.memory(4)
+    assert device.thread.settle() == np.inf
+    device.copier.pinned_at_once = 8 * AT_ONCE
+    slots = np.zeros((22, SLOT), np.uint8)
+    slots.flags.writeable = False
+    device.pinning.step_begins()
+    memory = device.pinning.follow(slots)
+    memory.populated(22)
+    assert device.thread.settle() == np.inf
+    assert device.pieces(memory) == {}
+    for step in range(1, 5):
+        device.pinning.step_launched()
+        assert 0 < device.thread.settle() <= 0.05
+        assert device.pieces(memory) == {4 * number: 4 for number in range(step)}
+        device.pinning.step_begins()
+        device.clock.advance(1.0)
+        assert device.thread.settle() == np.inf
+        assert len(device.pieces(memory)) == step
+    device.pinning.step_launched()
+    device.thread.settle()
+    device.clock.advance(0.05)  # no step follows
+    device.thread.settle()
+    device.clock.advance(2.0)
+    assert device.thread.settle() == np.inf
+    assert sum(device.pieces(memory).values()) == 22
+    assert device.pieces(own) == {0: 4}
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_closing_lets_go_of_all_unless_the_device_hangs(device, caplog, hangs):
     device.memory(8)

@@ -54,3 +54,10 @@ def test_copies_by_layer_and_loads_beside_them_wait_for_what_they_copy_alone(sim
     assert by_layer < save  # its layers are there one by one
     assert behind_ms < 3.0  # after a pass of 256 ms
     assert beside > 0.99
+
+
+def test_no_step_waits_while_the_arena_of_a_neighbour_is_pinned(simulated):
+    longest, _, seconds = simulated.pinning(neighbour=True)
+    assert longest == 0.0
+    assert seconds < 10.0  # of 64 GiB
+    assert simulated.pinning(neighbour=False)[0] > 10.0  # the clock counts it
