@@ -58,6 +58,6 @@ def test_copies_by_layer_and_loads_beside_them_wait_for_what_they_copy_alone(sim
 
 def test_no_step_waits_while_the_arena_of_a_neighbour_is_pinned(simulated):
     longest, _, seconds = simulated.pinning(neighbour=True)
-    assert longest == 0.0
+    assert longest < 1e-6
     assert seconds < 10.0  # of 64 GiB
     assert simulated.pinning(neighbour=False)[0] > 10.0  # the clock counts it
