@@ -11,12 +11,10 @@ from omni_connector.stage.groups import ParallelGroups, ReceiveRole, ReceiveTopo
 from omni_connector.stage.link import TransferStats
 from omni_connector.stage.manager import OmniKVTransferManager
 from omni_connector.stage.payload import KVCacheTransferData
-from omni_connector.stage.prefetch import KVPrefetchConsumeError
 
 __all__ = [
     "KVCacheTransferData",
     "KVLayout",
-    "KVPrefetchConsumeError",
     "LayerKV",
     "OmniKVCacheConfig",
     "OmniKVTransferManager",

@@ -32,10 +32,6 @@ class OmniKVCacheConfig:
         need_recv_cache: whether this stage receives.
         need_send_cache: whether this stage sends.
         recv_timeout: seconds to wait for a KV cache.
-        enable_kv_async_prefetch: whether the KV of the next request is received in the background
-            (`OmniKVTransferManager.start_prefetch`).
-        kv_prefetch_min_free_mem_ratio: least part of the device's memory, 0 to 1, that must be free
-            for that; 0 does not look.
         from_tp: tensor-parallel ranks of the sending stage.
         to_tp: ranks of the receiving stage. With 1 for both, both have as many as this stage.
         tp_rank: this process's tensor-parallel rank; by default vLLM is asked.
@@ -63,8 +59,6 @@ class OmniKVCacheConfig:
     head_dim: int | None = None
     kv_layout: str | list[str | None] | None = None
     cpu_engine: bool = False
-    enable_kv_async_prefetch: bool = False
-    kv_prefetch_min_free_mem_ratio: float = 0.0
 
     def send_stages(self) -> tuple[str, str] | tuple[None, None]:
         """What this stage sends: from which stage, to which stage."""
@@ -110,8 +104,6 @@ class _Settings(
     rank_mapping: _RankMapping | None = None
     num_kv_heads: int | None = None
     kv_layout: str | list[str | None] | None = None
-    enable_kv_async_prefetch: bool = False
-    kv_prefetch_min_free_mem_ratio: float = 0.0
 
 
 def read_model_config(config: Any) -> OmniKVCacheConfig:
@@ -124,9 +116,6 @@ def read_model_config(config: Any) -> OmniKVCacheConfig:
     if read.num_kv_heads is None:
         read.num_kv_heads = _ask(config, "get_total_num_kv_heads")
     read.head_dim = _ask(config, "get_head_size")
-    if read.enable_kv_async_prefetch and (obstacle := _prefetch_obstacle(config, read)):
-        logger.info("KV is not prefetched: %s", obstacle)
-        read.enable_kv_async_prefetch = False
     return read
 
 
@@ -170,21 +159,9 @@ def _read_settings(settings: object) -> OmniKVCacheConfig:
         raise ConfigError(
             f"omni_kv_config: {given.recv_timeout} is no number of seconds - at `$.recv_timeout`"
         )
-    if not 0 <= given.kv_prefetch_min_free_mem_ratio <= 1:
-        raise ConfigError(
-            f"omni_kv_config: {given.kv_prefetch_min_free_mem_ratio} is not between 0 and 1 - at "
-            "`$.kv_prefetch_min_free_mem_ratio`"
-        )
     values = msgspec.structs.asdict(given)
     ranks = values.pop("rank_mapping") or _RankMapping()
     return OmniKVCacheConfig(from_tp=ranks.from_tp, to_tp=ranks.to_tp, **values)
-
-
-def _prefetch_obstacle(config: Any, read: OmniKVCacheConfig) -> str | None:
-    if getattr(config, "cfg_kv_collect_func", None) is not None:
-        return "companions are collected when the request is prepared"
-    device = str((read.connector_config or {}).get("memory_pool_device", "cpu")).lower()
-    return None if device == "cpu" else f"the connector's memory lies on {device}"
 
 
 def _ask(config: Any, question: str) -> int | None:

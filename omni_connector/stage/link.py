@@ -232,7 +232,6 @@ class ConnectorLink:
         stages: tuple[str, str],
         keys: Sequence[ReceiveKey],
         timeout: float,
-        dropped: threading.Event | None = None,
     ) -> Parts | None:
         """Get payloads that no request has used, asking every 10 ms at first, every 500 ms later.
 
@@ -240,7 +239,6 @@ class ConnectorLink:
             stages: the stage that sent them, and this one.
             keys: of the parts, with the ranks that sent them.
             timeout: seconds.
-            dropped: once it is set, nobody wants them any more.
 
         Returns:
             None after `timeout` seconds, which one `get` that is under way may exceed: by half a
@@ -255,8 +253,7 @@ class ConnectorLink:
         polls = Backoff(_FIRST_POLL_S, _LAST_POLL_S, self._clock)
         told: set[str] = set()
         used: set[str] = set()
-        pause = self._sleep if dropped is None else dropped.wait
-        while dropped is None or not dropped.is_set():
+        while True:
             for key, rank in (each for each in keys if each[0] not in found):
                 result = self._get(stages, key, rank, deadline, told)
                 payload = None if result is None else read_payload(result[0])
@@ -283,8 +280,7 @@ class ConnectorLink:
                     ": an earlier request of this id has used it" if missing[0] in used else "",
                 )
                 return None
-            pause(min(polls.failed(), left))
-        return None
+            self._sleep(min(polls.failed(), left))
 
     def use(self, sendings: Mapping[str, str]) -> None:
         """A request uses these payloads: no later request of its id gets them."""

@@ -2,12 +2,11 @@
 """`OmniKVTransferManager`: the KV cache of finished requests, from one stage to the next."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import torch
 
@@ -26,18 +25,13 @@ from omni_connector.stage.extract import LayerKV, extract_kv_cache
 from omni_connector.stage.groups import ParallelGroups, ReceiveTopology
 from omni_connector.stage.link import (
     ConnectorLink,
+    Parts,
     Sender,
     TransferStats,
     find_sender,
     mark_sending,
 )
 from omni_connector.stage.payload import KVCacheTransferData
-from omni_connector.stage.prefetch import (
-    KVPrefetchConsumeError,
-    Prefetcher,
-    Received,
-    stream_of_its_own,
-)
 from omni_connector.stage.receiving import check_tokens, place
 from omni_connector.stage.tp import (
     ReceiveKey,
@@ -51,7 +45,6 @@ from omni_connector.stage.tp import (
 
 __all__ = [
     "KVCacheTransferData",
-    "KVPrefetchConsumeError",
     "LayerKV",
     "OmniKVCacheConfig",
     "OmniKVTransferManager",
@@ -63,9 +56,6 @@ logger = logging.getLogger(__name__)
 SendKeyBuilder = Callable[[str, str, str], Sequence[str]]
 ReceiveKeyBuilder = Callable[[str, str, str], Sequence[str | ReceiveKey]]
 CollectFunction = Callable[..., dict[str, Any] | None]
-
-_PREFETCH_SLACK_S: Final = 10.0
-"""How much longer than `recv_timeout` a prefetch may take, in seconds: to read what came last."""
 
 
 class OmniKVTransferManager:
@@ -79,7 +69,6 @@ class OmniKVTransferManager:
 
     Args:
         config: what to transfer, and how.
-        async_prefetch: whether `start_prefetch` does anything; by default as configured.
         parallel_groups: this rank's groups; by default they are found when they are needed.
         clock: monotonic seconds.
         sleep: waits for seconds.
@@ -105,7 +94,6 @@ class OmniKVTransferManager:
         self,
         config: OmniKVCacheConfig,
         *,
-        async_prefetch: bool | None = None,
         parallel_groups: ParallelGroups | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -124,13 +112,6 @@ class OmniKVTransferManager:
         self.kv_payload_merger: Callable[[list[dict[str, Any]]], Any] | None = None
         self.kv_payload_slicer: Callable[[Any], Any] | None = None
         self._parallel_groups = parallel_groups
-        if async_prefetch is None:
-            async_prefetch = config.enable_kv_async_prefetch
-        self._prefetcher: Prefetcher | None = None
-        if async_prefetch and config.need_recv_cache:
-            self._prefetcher = Prefetcher(
-                self._receive_in_background, config.kv_prefetch_min_free_mem_ratio
-            )
 
     @classmethod
     def from_od_config(cls, config: Any) -> Self:
@@ -293,7 +274,16 @@ class OmniKVTransferManager:
             if sender_info is not None:
                 sender = find_sender(sender_info, str(self.recv_stages[0]))
             with self._link.asking(sender):
-                return self._use(self._receive_and_place(request_id, target_device))
+                found = self._receive(request_id)
+                if found is None:
+                    self._link.count(receive_timeouts=1)
+                    return None, 0
+                data, parts = found
+                data = place(data, target_device)
+                self._link.count(received=1, received_bytes=parts.size)
+                logger.info("KV cache of request %s received: %d bytes", request_id, parts.size)
+                self._link.use(parts.sendings)
+                return data, parts.size
         except Exception:
             # Hooks and connectors may raise anything; the stage goes on without this KV.
             logger.exception("KV cache of request %s cannot be used", request_id)
@@ -409,29 +399,6 @@ class OmniKVTransferManager:
             target_device,
         )
 
-    def consume_and_distribute_kv_cache(
-        self, req: Any, target_device: torch.device | None = None
-    ) -> bool:
-        """As `receive_multi_kv_cache_distributed`, with KV that was prefetched.
-
-        KV that was not prefetched, or did not come, is received now. Companions are not collected.
-        """
-
-        def receive() -> bool:
-            try:
-                data, _ = self.consume_prefetched_kv(req)
-            except KVPrefetchConsumeError:
-                # A connector of others may have it no more, so that asking again takes all the time
-                # that there is, in vain.
-                logger.exception("request %s goes on without KV", getattr(req, "request_id", None))
-                return False
-            if data is None:
-                return self.receive_multi_kv_cache(req, None, target_device)
-            self.apply_kv_cache_to_request(req, data)
-            return True
-
-        return self._receive_together(req, receive, target_device)
-
     def distribute_kv_cache(
         self, req: Any, target_device: torch.device | None = None, *, received: bool = False
     ) -> dict[str, Any] | None:
@@ -467,65 +434,6 @@ class OmniKVTransferManager:
             branches.rank_payloads(fields, topology.cfg_size)[0] if topology.by_branch else fields
         )
 
-    def start_prefetch(
-        self,
-        kv_prefetch_job: Mapping[str, Any] | None,
-        target_device: torch.device | None = None,
-    ) -> None:
-        """Begin to receive the KV of the next request in the background; returns at once.
-
-        One request is prefetched at a time; what was prefetched for another is dropped. Nothing is
-        prefetched where that is not enabled, on a rank that a leader gives its KV, or where less
-        memory is free than `kv_prefetch_min_free_mem_ratio`. Then the request is received when it
-        is consumed.
-
-        Args:
-            kv_prefetch_job: `request_id` and `kv_sender_info` of the request. Without a sender
-                nothing is prefetched: with replicas it would come from another one.
-            target_device: where the tensors are wanted.
-        """
-        job = kv_prefetch_job or {}
-        request_id = job.get("request_id")
-        info = job.get("kv_sender_info")
-        if self._prefetcher is None or not request_id or not info:
-            return
-        if branches.is_dummy(request_id) or self.topo_config.is_follower:
-            return
-        try:
-            sender = find_sender(info, str(self.recv_stages[0]))
-        except ValueError as error:
-            _warn_of_sender(info, error)
-            return
-        self._prefetcher.start(request_id, sender, target_device)
-
-    def wait_prefetch(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is received in the background; what has come can be consumed still.
-
-        Returns:
-            Whether that is so; False after `timeout` seconds.
-        """
-        return self._prefetcher is None or self._prefetcher.wait(timeout)
-
-    def consume_prefetched_kv(self, req: Any) -> tuple[dict[str, Any] | None, int]:
-        """What was prefetched for a request, once; waits for it, no longer than for receiving it.
-
-        Returns:
-            As `receive_kv_cache_for_request`; (None, 0) also if it was not prefetched.
-
-        Raises:
-            KVPrefetchConsumeError: it came, and cannot be used.
-        """
-        request_id = getattr(req, "request_id", None)
-        if self._prefetcher is None or not request_id:
-            return None, 0
-        timeout = self.config.recv_timeout + _PREFETCH_SLACK_S
-        return self._use(self._prefetcher.consume(request_id, timeout))
-
-    def shutdown_prefetch(self) -> None:
-        """Drop what is prefetched, and prefetch no more. Idempotent."""
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-
     def update_sender_info(
         self, sender_info: dict[str, Any], sender_stage_id: str | int | None = None
     ) -> None:
@@ -551,8 +459,7 @@ class OmniKVTransferManager:
         self._link.cleanup(request_id)
 
     def close(self) -> None:
-        """End the prefetch and close the connector, for good. Idempotent."""
-        self.shutdown_prefetch()
+        """Close the connector, for good. Idempotent."""
         self._link.close()
 
     def __enter__(self) -> Self:
@@ -635,7 +542,7 @@ class OmniKVTransferManager:
     def _patience(self, req: Any) -> float:
         """Seconds in which a rank has received, or given up."""
         companions = getattr(getattr(req, "sampling_params", None), "cfg_kv_request_ids", None)
-        waits = 1 + len(companions or ()) + (self._prefetcher is not None)
+        waits = 1 + len(companions or ())
         return self.config.recv_timeout * waits
 
     def _send_or_note(self, request_id: str, extract: Callable[[], KVCacheTransferData]) -> bool:
@@ -649,46 +556,6 @@ class OmniKVTransferManager:
             return False
         self._link.count(sent=1, sent_bytes=size)
         return True
-
-    def _receive_in_background(
-        self,
-        request_id: str,
-        sender: Sender,
-        device: torch.device | None,
-        dropped: threading.Event,
-    ) -> Received | None:
-        if device is not None and device.type != "cpu":
-            # A thread does not inherit the device of the one that started it.
-            torch.accelerator.set_device_index(device.index or 0)
-        try:
-            with self._link.asking(sender), stream_of_its_own(device):
-                return self._receive_and_place(request_id, device, dropped)
-        except Exception:
-            self._link.count(receive_failures=1)
-            raise
-
-    def _receive_and_place(
-        self,
-        request_id: str,
-        device: torch.device | None,
-        dropped: threading.Event | None = None,
-    ) -> Received | None:
-        found = self._receive(request_id, dropped)
-        if found is None:
-            if dropped is None or not dropped.is_set():
-                self._link.count(receive_timeouts=1)
-            return None
-        found = found._replace(data=place(found.data, device))
-        self._link.count(received=1, received_bytes=found.size)
-        logger.info("KV cache of request %s received: %d bytes", request_id, found.size)
-        return found
-
-    def _use(self, received: Received | None) -> tuple[dict[str, Any] | None, int]:
-        """What a request gets of what was received for it; no other request gets it."""
-        if received is None:
-            return None, 0
-        self._link.use(received.sendings)
-        return received.data, received.size
 
     def _send(self, kv_data: KVCacheTransferData) -> int:
         """Put the part of a request's KV that each receiver uses; returns the bytes put."""
@@ -739,13 +606,14 @@ class OmniKVTransferManager:
                 _warn_of_sender(info, error)
             return None
 
-    def _receive(self, request_id: str, dropped: threading.Event | None) -> Received | None:
+    def _receive(self, request_id: str) -> tuple[dict[str, Any], Parts] | None:
+        """What this rank uses of a request's KV, and the parts that came; None if they did not."""
         stages = self._configured(
             self.recv_stages, "the stage to receive from, or this stage's id, is not configured"
         )
         topology = self._topology
         found = self._link.get_all(
-            stages, self._receive_keys(request_id, stages), self.config.recv_timeout, dropped
+            stages, self._receive_keys(request_id, stages), self.config.recv_timeout
         )
         if found is None:
             return None
@@ -765,7 +633,7 @@ class OmniKVTransferManager:
         if any(contract.states_contract(payload) for payload in payloads):
             # Hooks may have left something out.
             contract.validate(data, payloads[0]["request_id"], required=True)
-        return Received(data, found.size, found.sendings)
+        return data, found
 
     def _receive_keys(self, request_id: str, stages: tuple[str, str]) -> list[ReceiveKey]:
         build_keys = self.kv_recv_key_builder

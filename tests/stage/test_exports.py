@@ -46,12 +46,7 @@ SIGNATURES = {
     "receive_multi_kv_cache": ["req", "cfg_kv_collect_func", "target_device"],
     "receive_multi_kv_cache_distributed": ["req", "cfg_kv_collect_func", "target_device"],
     "update_sender_info": ["sender_info", "sender_stage_id"],
-    "consume_and_distribute_kv_cache": ["req", "target_device"],
-    "consume_prefetched_kv": ["req"],
     "distribute_kv_cache": ["req", "target_device", "received"],
-    "shutdown_prefetch": [],
-    "start_prefetch": ["kv_prefetch_job", "target_device"],
-    "wait_prefetch": ["timeout"],
     "extract_kv_cache": [
         "req_id", "block_ids", "seq_len", "kv_caches", "block_size", "cache_dtype",
         "custom_metadata",
@@ -76,7 +71,6 @@ def test_the_documented_names_are_there() -> None:
     assert names == ["request_id", "layer_blocks", "block_ids", "metadata"]
     assert {field.name for field in fields(OmniKVCacheConfig)} >= {
         "connector_config", "engine_input_source", "from_stage", "from_tp", "need_recv_cache",
-        "enable_kv_async_prefetch", "kv_prefetch_min_free_mem_ratio",
         "need_send_cache", "recv_timeout", "stage_id", "to_stage", "to_tp",
     }  # fmt: skip
     kv = OmniKVTransferManager(OmniKVCacheConfig())

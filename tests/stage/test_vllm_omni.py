@@ -232,7 +232,7 @@ os._exit(0)  # Mooncake's threads outlive the interpreter, which then may abort
 
 PREFETCH = """
 sender = our_manager({connector!r}, **SENDS)
-receiver = {receives}_manager({connector!r}, {flag}=True, **RECEIVES)
+receiver = their_manager({connector!r}, async_prefetch=True, **RECEIVES)
 for dtype in DTYPES:
     name = str(dtype).removeprefix("torch.")
     want = put(sender, name, dtype)
@@ -470,12 +470,7 @@ ALONE = {
     "routes": ROUTES,
     "branches": BRANCHES,
     "senders": SENDERS,
-    "our prefetch": MANAGERS
-    + PREFETCH.format(
-        receives="our", connector="their shared memory", flag="enable_kv_async_prefetch"
-    ),
-    "their prefetch": MANAGERS
-    + PREFETCH.format(receives="their", connector="our shared memory", flag="async_prefetch"),
+    "their prefetch": MANAGERS + PREFETCH.format(connector="our shared memory"),
 }
 
 
@@ -539,9 +534,7 @@ def test_kv_travels_between_its_manager_and_ours(reports: dict[str, Any], pair: 
     assert reports[pair] == 0
 
 
-@pytest.mark.parametrize(
-    "what", ["payloads", "routes", "branches", "senders", "our prefetch", "their prefetch"]
-)
+@pytest.mark.parametrize("what", ["payloads", "routes", "branches", "senders", "their prefetch"])
 def test_its_manager_and_ours_agree(reports: dict[str, Any], what: str) -> None:
     assert reports[what] == 0
 

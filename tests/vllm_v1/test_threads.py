@@ -165,7 +165,7 @@ def test_an_error_does_what_the_table_says(
 # Threads that go on
 
 
-@case("omni-weights", "omni-store-files", "omni-mooncake", "omni-connector-prefetch")
+@case("omni-weights", "omni-store-files", "omni-mooncake")
 def _calls(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = CallThreads("omni-test", 1)
     with pytest.raises(MistakeError):
