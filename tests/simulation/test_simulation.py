@@ -134,24 +134,24 @@ def run_those(wanted, seeds):
 def test_engines_of_a_host_find_blocks_in_each_other_s_arenas_and_in_their_own(counted):
     run_those(
         lambda plan: plan.engines[0].hosts and not has_states(plan.engines[0].family),
-        range(150, 300),
+        range(150, 200),
     )
-    assert counted["tokens_from_host"] > 500
-    assert counted["tokens_kept"] > 100
+    assert counted["tokens_from_host"] > 100
+    assert counted["tokens_kept"] > 20
     # Slots that are evicted meanwhile are met by too few plans to count on.
     for refused in ("bad_hints", "pins_refused"):
-        assert counted[refused] > 10, refused
+        assert counted[refused] > 1, refused
 
 
 def test_engines_of_a_host_find_states_in_each_other_s_arenas_and_in_their_own(counted):
-    run_those(lambda plan: plan.engines[0].hosts and has_states(plan.engines[0].family), range(100))
-    assert counted["tokens_from_host"] > 50
+    run_those(lambda plan: plan.engines[0].hosts and has_states(plan.engines[0].family), range(50))
+    assert counted["tokens_from_host"] > 20
     assert counted["tokens_kept"] > 5
 
 
 def test_engines_of_different_block_sizes_hand_off(counted):
-    run_those(lambda plan: len({engine.block_size for engine in plan.engines}) > 1, range(50))
-    assert counted["handoffs_received"] > 15
+    run_those(lambda plan: len({engine.block_size for engine in plan.engines}) > 1, range(25))
+    assert counted["handoffs_received"] > 5
 
 
 def test_with_machine_code_and_without_it_a_seed_is_the_same_schedule(monkeypatch):
