@@ -23,6 +23,10 @@ class RequestState:
         handed_off: whether its last load was a hand-off: that alone brings what no prefix cache
             has.
         prefix: its part in shared prefixes; None if it shares none.
+        counted_tokens: tokens of its prompt when it was last counted; 0 if it was not.
+        room: while its load is under way, the KV blocks that it takes beyond the loaded ones for
+            its next tokens, and the ones that it takes for its whole prompt if the load fails and
+            gives its blocks back; else None.
     """
 
     request: Any
@@ -30,3 +34,5 @@ class RequestState:
     not_begun: "Refusals | None" = None
     handed_off: bool = False
     prefix: "SharedPrompt | None" = None
+    counted_tokens: int = 0
+    room: tuple[int, int] | None = None

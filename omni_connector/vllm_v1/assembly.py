@@ -40,6 +40,7 @@ from omni_connector.identity.epochs import WeightsEpoch
 from omni_connector.identity.full_digest import WeightFilesDigest
 from omni_connector.identity.weight_files import process_began
 from omni_connector.kv.numerics import digest
+from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.keys import load_key
 from omni_connector.net.orders import Orders
 from omni_connector.net.peers import Peers, parse_listen
@@ -302,20 +303,21 @@ class _Assembly:
             serving=self._serving,
             undrafted=UndraftedBlocks(self._drafted_groups()),
             spoiled=UndraftedBlocks(
-                [
-                    DraftedGroup(number, shape.block_size, self._hash_block_size)
-                    for number, shape in zip(self._group_ids, self._ours.groups, strict=True)
-                ]
+                list(map(self._lacking_group, self._group_ids, self._ours.groups))
             ),
             alone=alone,
         )
+
+    def _lacking_group(self, number: int, shape: GroupShape) -> DraftedGroup:
+        loses_blocks = shape.attention_type != "all"
+        return DraftedGroup(number, shape.block_size, self._hash_block_size, loses_blocks)
 
     def _drafted_groups(self) -> list[DraftedGroup]:
         """The groups with layers of the drafter."""
         layers = set(self._ours.drafter_layers or ())
         by_group = zip(*self._ours.stages, strict=True)
         return [
-            DraftedGroup(number, stages[0].block_size, self._hash_block_size)
+            self._lacking_group(number, stages[0])
             for number, stages in zip(self._group_ids, by_group, strict=True)
             if not layers.isdisjoint(name for shape in stages for name in shape.names or ())
         ]

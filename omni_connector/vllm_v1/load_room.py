@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from omni_connector.kv.shapes import GroupShape
+from omni_connector.requests.state import RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -35,8 +36,7 @@ class LoadRoom:
         written_ahead: tokens after these for which it allocates blocks, too.
 
     Attributes:
-        under_way: by the request of each load under way, the blocks that the request takes beyond
-            the loaded ones for its next tokens.
+        under_way: the requests of loads under way; see `RequestState.room`.
     """
 
     def __init__(
@@ -57,61 +57,61 @@ class LoadRoom:
         self._within_blocks = any(
             pool.hash_block_size < group.block_size for group in groups if group.is_cached
         )
-        self.under_way: dict[str, int] = {}
-        # By request, the blocks that it takes for its whole prompt, if the load fails and gives its
-        # blocks back.
-        self._after_failure: dict[str, int] = {}
-        self._next: str | None = None  # the request that waits; no later one overtakes it
+        self.under_way: list[RequestState] = []
+        self._next: RequestState | None = None  # it waits; no later one overtakes it
         # The last load that was admitted: its request, and the token at which it ends.
-        self._admitted: tuple[str, int] = "", 0
+        self._admitted: tuple[RequestState | None, int] = None, 0
 
-    def admits(self, request: "Request", local: int, end: int) -> bool:
+    def admits(self, state: RequestState, local: int, end: int) -> bool:
         """Whether the tokens of a request from `local` to `end` may be loaded now."""
-        request_id = request.request_id
-        if self.under_way and not self._has_room(request, local, end):
+        if self.under_way and not self._has_room(state, local, end):
             return False
-        self._admitted = (request_id, end)
+        self._admitted = state, end
         return True
 
-    def _has_room(self, request: "Request", local: int, end: int) -> bool:
-        if self._next not in (None, request.request_id):
+    def _has_room(self, state: RequestState, local: int, end: int) -> bool:
+        if self._next not in (None, state):
             return False
         # Blocks of the prompt in vLLM's own cache count as free until the request holds them.
         held = sum(group.num_blocks(local) for group in self._groups if group.is_cached)
         loaded = sum(len(group.needed(end, local)) for group in self._groups)
         free = self._pool.get_num_free_blocks() - held - loaded
-        after_load, after_failure = self._needs(request, end)
+        after_load, after_failure = self._needs(state.request, end)
+        needs = [each.room for each in self.under_way if each.room is not None]
         # Where several loads fail, their requests are computed one after the other.
         if free < max(
-            sum(self.under_way.values()) + after_load,
-            max(self._after_failure.values()),
+            sum(load for load, _ in needs) + after_load,
+            max(failure for _, failure in needs),
             after_failure,
         ):
-            self._next = request.request_id
+            self._next = state
             return False
         return True
 
-    def begins(self, request: "Request") -> None:
+    def begins(self, state: RequestState) -> None:
         """The load that was admitted last has its blocks."""
-        request_id, end = self._admitted
-        assert request.request_id == request_id, "vLLM allocates right after it has asked"
-        self.ends(request_id)
-        after_load, after_failure = self._needs(request, end)
-        self.under_way[request_id] = after_load
-        self._after_failure[request_id] = after_failure
+        admitted, end = self._admitted
+        assert admitted is state, "vLLM allocates right after it has asked"
+        self.ends(state)
+        state.room = self._needs(state.request, end)
+        self.under_way.append(state)
 
     def scheduled(self, num_scheduled_tokens: Mapping[str, int]) -> None:
         """vLLM has scheduled requests, and from now on can preempt them."""
-        for request_id in [each for each in self.under_way if each in num_scheduled_tokens]:
-            self.ends(request_id)
+        for state in self.under_way.copy():
+            if state.request.request_id in num_scheduled_tokens:
+                self.ends(state)
 
-    def ends(self, request_id: str) -> None:
+    def ends(self, state: RequestState) -> None:
         """A request needs nothing, or nothing more: it was scheduled, computes its prompt here, or
         is over."""
-        self.under_way.pop(request_id, None)
-        self._after_failure.pop(request_id, None)
-        if self._next == request_id:
+        if state.room is not None:
+            state.room = None
+            self.under_way.remove(state)
+        if self._next is state:
             self._next = None
+        if self._admitted[0] is state:
+            self._admitted = None, 0
 
     def _needs(self, request: "Request", end: int) -> tuple[int, int]:
         tokens = request.num_tokens + self._drafts + self._written_ahead

@@ -559,9 +559,9 @@ class OmniScheduler:
                 if matched and num_computed_tokens + matched <= self._replay:
                     matched = 0  # vLLM would compute all of it again
         if matched == 0:
-            self._room.ends(request.request_id)
+            self._room.ends(state)
         elif matched and not self._room.admits(
-            request, num_computed_tokens, num_computed_tokens + matched
+            state, num_computed_tokens, num_computed_tokens + matched
         ):
             return _ASK_AGAIN
         return matched, bool(matched)
@@ -583,7 +583,7 @@ class OmniScheduler:
         from_store = prefix is not None and prefix.offered > 0
         lacks_drafter = False
         if num_external > 0:
-            self._room.begins(request)
+            self._room.begins(state)
         if self._receiver is not None and request.kv_transfer_params:
             lacks_drafter = self._receiver.allocated(
                 request, blocks, 0 if from_store else num_external
@@ -665,13 +665,13 @@ class OmniScheduler:
             self._sender.build(meta, scheduler_output, self._manager.get_blocks)
         if self._room.under_way:
             self._room.scheduled(scheduled)
-        self._undrafted.note(self._blocks_of)
-        self._spoiled.note(self._blocks_of)
+        self._undrafted.note(scheduled, self._blocks_of)
+        self._spoiled.note(scheduled, self._blocks_of)
         if self._incomplete:
             self._uncache_incomplete()
         for request in scheduler_output.scheduled_new_reqs:
             tokens = len(request.prompt_token_ids or ())
-            self._report.prompt(request.req_id, tokens, request.num_computed_tokens)
+            self._report.prompt(self._states[request.req_id], tokens, request.num_computed_tokens)
         if self._receiver is not None:
             self._receiver.build(meta, computes=not meta.idle)
         if self._shared is not None:
@@ -797,8 +797,7 @@ class OmniScheduler:
         """The request is over, in whatever way; see `SupportsHMA`."""
         self._follow_weights()
         state = self._states.pop(request.request_id)
-        self._report.ends(request.request_id)
-        self._room.ends(request.request_id)
+        self._room.ends(state)
         self._adapters.goes_on(request.request_id)
         if state.not_begun is not None and self._receiver is not None:
             self._receiver.decline(request.kv_transfer_params or {})  # nothing was asked for yet

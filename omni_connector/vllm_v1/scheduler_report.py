@@ -9,6 +9,7 @@ from omni_connector.handoff.leases import SlotDirectory
 from omni_connector.handoff.periodic_tasks import PeriodicTasks
 from omni_connector.handoff.serving import ServingState
 from omni_connector.net.status import StatusReport
+from omni_connector.requests.state import RequestState
 from omni_connector.runtime.metric_names import COUNTERS
 from omni_connector.vllm_v1.metrics import OmniStats
 
@@ -51,7 +52,6 @@ class SchedulerReport:
         self._service: object = None
         self._of_workers = OmniStats()
         self._pinned: dict[int, PinnedBytes] = {}  # by rank
-        self._prompts: dict[str, int] = {}  # tokens of each counted prompt, by request
         self._clock = clock
         self.next_at = 0.0
 
@@ -68,19 +68,15 @@ class SchedulerReport:
         self._stats.gauge("pinned_bytes", total.pinned)
         self._stats.gauge("unpinned_bytes", total.unpinned)
 
-    def prompt(self, request_id: str, tokens: int, cached: int) -> None:
+    def prompt(self, state: RequestState, tokens: int, cached: int) -> None:
         """A step begins to compute a prompt; see `StatusReport.prompt`.
 
         A prompt is counted once. For its V2 model runner vLLM names a request that it resumes after
         a preemption among the new ones. The next prompt of a streaming session is longer.
         """
-        if self._prompts.get(request_id) != tokens:
-            self._prompts[request_id] = tokens
+        if state.counted_tokens != tokens:
+            state.counted_tokens = tokens
             self._status.prompt(tokens, cached)
-
-    def ends(self, request_id: str) -> None:
-        """A request is over."""
-        self._prompts.pop(request_id, None)
 
     def take(self) -> OmniStats | None:
         """What was counted since the last call; None when nothing changed."""

@@ -10,7 +10,7 @@ The same is known of requests that go on with blocks which a connector beside th
 load: what they compute from there on is no KV of any model, and stays in vLLM's cache.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,11 +32,14 @@ class DraftedGroup:
         number: among vLLM's groups.
         block_size: tokens of a block.
         hash_block_size: tokens that one of vLLM's hashes covers; 0 where it hashes no blocks.
+        loses_blocks: whether a request loses blocks while it goes on: those behind a window, or
+            with earlier states.
     """
 
     number: int
     block_size: int
     hash_block_size: int
+    loses_blocks: bool = False
 
 
 @dataclass(slots=True)
@@ -67,6 +70,8 @@ class UndraftedBlocks:
 
     def __init__(self, groups: Sequence[DraftedGroup]) -> None:
         self._groups = groups
+        # Tokens after which a request has filled a block that it may lose; 0 if it loses none.
+        self._note_each = min((each.block_size for each in groups if each.loses_blocks), default=0)
         self._requests: dict[str, _Lacking] = {}
         # The hash by which vLLM finds a block. One with another hash, or with none, is used anew.
         self._hashes: dict[int, bytes] = {}
@@ -158,22 +163,29 @@ class UndraftedBlocks:
         if request_id in self._requests:
             self._note(self._requests.pop(request_id), blocks_of)
 
-    def note(self, blocks_of: Callable[[str], Tables]) -> None:
+    def note(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Tables]) -> None:
         """vLLM has scheduled a step, and hashed the blocks that it fills. The window of a request
         loses some in a later step; they stay in vLLM's cache.
 
         Args:
+            scheduled: tokens of the step, by request.
             blocks_of: returns the blocks of a request.
         """
-        for each in self._requests.values():
-            self._note(each, blocks_of)
+        if not self._note_each:
+            return
+        for request_id, each in self._requests.items():
+            computed = each.request.num_computed_tokens
+            each.noted = min(each.noted, computed)  # it may have been preempted
+            if (computed + scheduled.get(request_id, 0)) // self._note_each > (
+                each.noted // self._note_each
+            ):
+                self._note(each, blocks_of)
 
     def _note(self, lacking: _Lacking, blocks_of: Callable[[str], Tables]) -> None:
         request = lacking.request
         tables = blocks_of(request.request_id)
-        # This step's blocks are looked at again: not all of them may be full.
-        computed = max(lacking.first, request.num_computed_tokens)
-        begin, lacking.noted = min(lacking.noted, computed), computed
+        begin = max(lacking.first, min(lacking.noted, request.num_computed_tokens))
+        lacking.noted = request.num_computed_tokens  # the step may not fill its last blocks
         for group in self._groups:
             for block in tables[group.number][begin // group.block_size :]:
                 if block.block_hash is not None and not block.is_null:

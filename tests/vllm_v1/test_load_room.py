@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from omni_connector.prefix.hints import Hints
+from omni_connector.requests.state import RequestState
 from omni_connector.vllm_v1.load_room import LoadRoom
 from tests.kv.shapes import group_shape
 from tests.toy import BLOCK
@@ -70,9 +72,10 @@ def test_the_request_of_a_load_that_fails_finds_the_blocks_to_be_computed(engine
     assert_clean(prefill, decode)
 
 
-def request(request_id: str, blocks: int) -> Any:
+def request(request_id: str, blocks: int) -> RequestState:
     """One whose prompt has so many full blocks, and one token more."""
-    return SimpleNamespace(request_id=request_id, num_tokens=blocks * BLOCK + 1)
+    asked = SimpleNamespace(request_id=request_id, num_tokens=blocks * BLOCK + 1)
+    return RequestState(asked, Hints())
 
 
 @pytest.mark.parametrize("large_goes", ["it is loaded", "it is over"])
@@ -82,8 +85,8 @@ def test_no_load_overtakes_one_that_waits_for_room(large_goes: str) -> None:
     room = LoadRoom(pool, (group_shape(block_size=BLOCK),), [None], 0)
     under_way, large, small = request("under way", 4), request("large", 8), request("small", 1)
 
-    def admits(each: Any) -> bool:
-        return room.admits(each, 0, each.num_tokens - 1)
+    def admits(each: RequestState) -> bool:
+        return room.admits(each, 0, each.request.num_tokens - 1)
 
     free = 10
     assert admits(under_way)
@@ -92,7 +95,7 @@ def test_no_load_overtakes_one_that_waits_for_room(large_goes: str) -> None:
     assert not admits(large)
     assert not admits(small)
     if large_goes == "it is over":
-        room.ends("large")
+        room.ends(large)
     else:
         free = 20
         assert admits(large)

@@ -11,7 +11,7 @@ FEATURES: Final = (
         "requests whose KV was loaded hold all blocks, and none of them finds one to go on",
         (
             "omni_connector.vllm_v1.load_room",
-            "        if self.under_way and not self._has_room(request, local, end):",
+            "        if self.under_way and not self._has_room(state, local, end):",
             "        if False:",
         ),
     ),
@@ -20,7 +20,7 @@ FEATURES: Final = (
         "requests whose KV was loaded wait behind one that needs more blocks than its load had",
         (
             "omni_connector.vllm_v1.load_room",
-            "            max(self._after_failure.values()),\n            after_failure,\n",
+            "            max(failure for _, failure in needs),\n            after_failure,\n",
             "            0,\n",
         ),
     ),
@@ -113,7 +113,7 @@ FEATURES: Final = (
         "an aborted request whose KV was loaded reserves its blocks for ever",
         (
             "omni_connector.vllm_v1.scheduler",
-            "        self._room.ends(request.request_id)\n        self._adapters.goes_on",
+            "        self._room.ends(state)\n        self._adapters.goes_on",
             "        self._adapters.goes_on",
         ),
     ),

@@ -472,10 +472,8 @@ MENDED: Final = (
         "with windows a request finds void blocks, and not the one that was not loaded",
         (
             "omni_connector.vllm_v1.scheduler",
-            "                first = next("
-            "(i for i, each in enumerate(ids) if each in void), None)\n",
-            "                first = next("
-            "(i for i, each in enumerate(ids) if each in block_ids), None)\n",
+            "first = next((i for i, each in enumerate(ids) if each in void), None)",
+            "first = next((i for i, each in enumerate(ids) if each in block_ids), None)",
         ),
     ),
     mutant(
@@ -483,7 +481,7 @@ MENDED: Final = (
         "what a request computes upon them and its window loses stays in vLLM's cache, unmarked",
         (
             "omni_connector.vllm_v1.scheduler",
-            "        self._spoiled.note(self._blocks_of)\n",
+            "        self._spoiled.note(scheduled, self._blocks_of)\n",
             "",
         ),
     ),
