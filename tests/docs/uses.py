@@ -165,7 +165,6 @@ LISTED = {
     (_OBJECTS, "spec = ConnectorSpec"): "needs a master; tests/objects/test_mooncake_store.py",
     (_OBJECTS, "sender = {"): "needs two hosts; tests/objects/test_mooncake.py",
     (_OBJECTS, "connectors:"): "tests/objects/test_transfer_config.py reads such files",
-    (_STAGE, "kv.consume_and_distribute"): "part of a pipeline; tests/stage",
     (_STAGE, "connectors:"): "vLLM-Omni reads it; tests/stage",
     (_CONFIGURATION, "echo advise"): "changes the machine; needs root",
     (_OPERATIONS, "terminationGracePeriodSeconds"): "needs a cluster; tests/deploy/test_deploy.py",

@@ -22,7 +22,7 @@ _KEPT: Final = re.compile(
     r"|stats\b|\._introduced\b|\._peers\b|\._linked\b|\.poller\._(sockets|unsettled)$|\._arenas\._known\b|\._untold\b"
     r"|\.pinning\._memories\b"
     r"|\._sent\b|\._distrusted\b|\._failures\b|\._?events\b|\._report\.|\._gauges\b"
-    r"|\._avoided\b|\._connections\b|\._spare\b|\._status\b|\.pool\._kept$|\._adapters\b"
+    r"|\._avoided\b|\._connections\b|\._spare\b|\._status\b|\.pool\._(kept|kept_of)$|\._adapters\b"
     r"|\._?changes\b|\._beginnings\b"
     r"|\._weights\._?answers$|\._(undrafted|spoiled)\._hashes$|\._without_drafter\b"
     r"|\._copier\b|\._layout\b|\._commands\b|\._told\b|\._threads\b|\._void\b"
