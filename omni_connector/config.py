@@ -379,7 +379,7 @@ def _is_gone(where: str, key: object) -> bool:
 
 
 def _without_gone_hints(where: str, hints: Any) -> Any:
-    """The value of `hints` without those of an earlier version, of which the log then says so."""
+    """The value of `hints` without hints of earlier versions. The log names each of these."""
     if not isinstance(hints, list | tuple):
         return hints
     gone = [each for each in hints if isinstance(each, str) and each in _GONE_HINTS]

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Draws which room of the package imports which, from the code's own imports.
+"""Draws which folder of the package imports which, from the code's own imports.
 
     python scripts/imports_picture.py           writes the picture into docs/architecture.md
     python scripts/imports_picture.py --check   fails where the picture there is not this one
 
-A room is a folder of the package, or a module beside the folders. Imports within functions count,
+Modules beside the folders count like folders. Imports within functions count,
 those for type checkers do not. An arrow that follows from others is left out.
 """
 
@@ -23,7 +23,7 @@ PAGE: Final = ROOT / "docs" / "architecture.md"
 BEGIN: Final = "<!-- scripts/imports_picture.py writes what stands from here -->\n"
 END: Final = "<!-- to here -->\n"
 
-Rooms = Mapping[str, set[str]]
+Folders = Mapping[str, set[str]]
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -42,44 +42,46 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from imported(node)
 
 
-def read_rooms(package: Path) -> Rooms:
-    """Return the rooms that each room imports. The package's own names are no room."""
+def read_folders(package: Path) -> Folders:
+    """Return the folders that each folder imports. The package's own names are no folder."""
     found: dict[str, set[str]] = {}
     names = {path.stem for path in package.iterdir()} - {"__init__", "__pycache__"}
     for path in sorted(package.rglob("*.py")):
-        room = path.relative_to(package).with_suffix("").parts[0]
-        if room not in names:
+        folder = path.relative_to(package).with_suffix("").parts[0]
+        if folder not in names:
             continue
-        reached = found.setdefault(room, set())
+        reached = found.setdefault(folder, set())
         for name in imported(ast.parse(path.read_text(encoding="utf-8"))):
             first, _, rest = name.partition(".")
             if first == package.name:
-                reached |= {rest.partition(".")[0]} & (names - {room})
+                reached |= {rest.partition(".")[0]} & (names - {folder})
     return found
 
 
-def reduced(rooms: Rooms) -> dict[str, set[str]]:
-    """Leave out each arrow whose target is also reached over another room.
+def reduced(folders: Folders) -> dict[str, set[str]]:
+    """Leave out each arrow whose target is also reached over another folder.
 
     Raises:
-        graphlib.CycleError: the imports of some rooms run in a circle.
+        graphlib.CycleError: the imports of some folders run in a circle.
     """
     reach: dict[str, set[str]] = {}
     direct: dict[str, set[str]] = {}
-    for room in TopologicalSorter(rooms).static_order():
-        targets = rooms.get(room, set())
+    for folder in TopologicalSorter(folders).static_order():
+        targets = folders.get(folder, set())
         over = set().union(*(reach[target] for target in targets))
-        direct[room] = targets - over
-        reach[room] = targets | over
+        direct[folder] = targets - over
+        reach[folder] = targets | over
     return direct
 
 
-def picture(rooms: Rooms) -> str:
-    """Return a Mermaid flow chart of the rooms, the same for the same imports."""
-    direct = reduced(rooms)
+def picture(folders: Folders) -> str:
+    """Return a Mermaid flow chart of the folders, the same for the same imports."""
+    direct = reduced(folders)
     lines = ["```mermaid", "flowchart TD"]
-    lines += [f"    {room}" for room in sorted(direct)]
-    lines += [f"    {room} --> {to}" for room in sorted(direct) for to in sorted(direct[room])]
+    lines += [f"    {folder}" for folder in sorted(direct)]
+    lines += [
+        f"    {folder} --> {to}" for folder in sorted(direct) for to in sorted(direct[folder])
+    ]
     return "\n".join([*lines, "```\n"])
 
 
@@ -89,7 +91,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only compare")
     check = parser.parse_args().check
     try:
-        drawn = picture(read_rooms(PACKAGE))
+        drawn = picture(read_folders(PACKAGE))
     except CycleError as error:
         print(f"imports run in a circle: {' -> '.join(error.args[1])}", file=sys.stderr)
         return 1

@@ -22,7 +22,7 @@ HEAD: Final = """\
 <!-- Written by `python scripts/modules_page.py`; do not edit. -->
 
 All modules and kernels of the package, each by the first sentence of its docstring.
-[How the house is laid out](architecture.md) says how they work together.
+[How the package is laid out](architecture.md) says how they work together.
 """
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No modules import each other in a circle, not even within a room, a function, or for types."""
+"""No modules import each other in a circle, not even within a folder, a function, or for types."""
 
 import ast
 from graphlib import CycleError, TopologicalSorter

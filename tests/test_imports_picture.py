@@ -27,9 +27,9 @@ def test_the_page_has_the_picture_that_the_script_makes_now() -> None:
 
 
 def test_an_import_that_is_new_changes_the_picture(script: Any) -> None:
-    rooms = script.read_rooms(script.PACKAGE)
-    before = script.picture(rooms)
-    assert script.picture({**rooms, "errors": rooms["errors"] | {"turns"}}) != before
+    folders = script.read_folders(script.PACKAGE)
+    before = script.picture(folders)
+    assert script.picture({**folders, "errors": folders["errors"] | {"turns"}}) != before
 
 
 def test_imports_are_read_wherever_they_stand(script: Any, tmp_path: Path) -> None:
@@ -44,9 +44,9 @@ def test_imports_are_read_wherever_they_stand(script: Any, tmp_path: Path) -> No
         "def open():\n    from house import cellar, __doc__\n"
     )
     (package / "roof.py").write_text("import house.cellar\nfrom house.attic.box import open\n")
-    rooms = script.read_rooms(package)
-    assert rooms == {"attic": {"cellar"}, "cellar": set(), "roof": {"attic", "cellar"}}
-    assert script.reduced(rooms) == {"attic": {"cellar"}, "cellar": set(), "roof": {"attic"}}
+    folders = script.read_folders(package)
+    assert folders == {"attic": {"cellar"}, "cellar": set(), "roof": {"attic", "cellar"}}
+    assert script.reduced(folders) == {"attic": {"cellar"}, "cellar": set(), "roof": {"attic"}}
 
 
 def test_imports_in_a_circle_are_not_drawn(script: Any) -> None:

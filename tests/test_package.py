@@ -83,12 +83,12 @@ def test_importing_the_package_loads_neither_vllm_nor_torch() -> None:
     assert loaded.strip() == "set()"
 
 
-def test_rooms_that_copy_no_kv_load_neither_vllm_nor_torch() -> None:
+def test_folders_that_copy_no_kv_load_neither_vllm_nor_torch() -> None:
     loaded = _run(
         "import sys, pkgutil, importlib\n"
         "for name in ('arena', 'identity', 'net', 'objects', 'runtime', 'transports'):\n"
-        "    room = importlib.import_module('omni_connector.' + name)\n"
-        "    for found in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n"
+        "    folder = importlib.import_module('omni_connector.' + name)\n"
+        "    for found in pkgutil.walk_packages(folder.__path__, folder.__name__ + '.'):\n"
         "        importlib.import_module(found.name)\n"
         "for name in ('channel', 'client', 'leases', 'messages', 'server'):\n"
         "    importlib.import_module('omni_connector.handoff.' + name)\n"

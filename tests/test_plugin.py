@@ -189,8 +189,8 @@ before = set(sys.modules)
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 plugin.register()
-rooms = tuple("omni_connector." + room for room in ("vllm_v1", "control", "transports", "kv"))
-print([name for name in set(sys.modules) - before if name.startswith(rooms)])
+folders = tuple("omni_connector." + each for each in ("vllm_v1", "control", "transports", "kv"))
+print([name for name in set(sys.modules) - before if name.startswith(folders)])
 print(KVConnectorFactory.get_connector_class_by_name("OmniKVConnector").__name__)
 """
 

@@ -28,8 +28,13 @@ def hashable(nbytes: int) -> bool:
 
 
 def room_words(nbytes: int) -> int:
-    """Words of 64 bits that hashing takes beside rows of so many bytes in all. Rows of less than
-    1 KiB are hashed in several launches then."""
+    """How many words of 64 bits of the device's memory the hashing of rows needs.
+
+    With so many, rows of less than 1 KiB are hashed in several launches.
+
+    Args:
+        nbytes: of all rows together.
+    """
     return nbytes // 64 + 2 * _SUMS
 
 

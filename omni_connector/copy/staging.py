@@ -71,7 +71,10 @@ class Direction:
         self.buffers: tuple[Staging, ...] = ()
 
     def allocate(self, nbytes: int) -> None:
-        """Allocate buffers of so many bytes, and what hashing them takes.
+        """Allocate two buffers, and the memory that hashing their content needs.
+
+        Args:
+            nbytes: of each buffer.
 
         Raises:
             RuntimeError: there is no memory.

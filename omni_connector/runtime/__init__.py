@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Used by all rooms: threads and their turns, calls that may hang, shared work, statistics, a
+"""Used by all folders: threads and their turns, calls that may hang, shared work, statistics, a
 trace.
 """

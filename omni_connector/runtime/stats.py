@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface by which all rooms count. `metric_names` says what, and `vllm_v1.metrics` passes
+"""The interface by which all folders count. `metric_names` says what, and `vllm_v1.metrics` passes
 the counts on to vLLM."""
 
 from typing import Final, Protocol

@@ -3,7 +3,7 @@
 
 vLLM carries bytes to the scheduler half and back, and knows nothing of them (its pull request
 51639, in no release up to 0.33). The bytes are one message, in MessagePack or, where they begin
-with a brace, in JSON; the answer comes in the same form. The room that answers a message defines
+with a brace, in JSON; the answer comes in the same form. Who answers a message defines
 its type, and registers the function that answers it. A message of another type is refused by name.
 The engine's thread calls these functions, so they must not block.
 """

@@ -117,20 +117,32 @@ def test_what_another_connector_loads_is_no_miss_and_no_hit_of_ours(engine, plac
     assert hits["own"] == 0
 
 
+def beside_failing(engine, *, lifecycle=None, **options):
+    """Two engines that share prefixes, each beside a connector whose loads fail."""
+    options |= {"connector": "MultiConnector", "after": [FAILING]}
+    options["extra"] = {"share": True, "handoff": False, "admission": "all"}
+    first = engine("kv_both", lifecycle=lifecycle, **options)
+    second = engine("kv_both", **options)
+    wait(lambda: inspection.meets(ours(second)))
+    return first, second
+
+
+def settle(one):
+    """Have an engine end its requests, and what it keeps of them be copied."""
+    one.settle()
+    _, worker = inspection.halves_beside(one.scheduler.connector, [one.worker])
+    wait(lambda: inspection.copies_ended(worker))
+
+
 def test_what_others_find_of_a_load_that_fails_in_the_same_step_is_not_kept(engine):
     """The second request has the block from vLLM's own cache, in the step that was to load it."""
-    extra = {"share": True, "handoff": False, "admission": "all"}
-    options = {"connector": "MultiConnector", "after": [FAILING]}
-    first, second = (engine("kv_both", extra=extra, **options) for _ in range(2))
-    wait(lambda: inspection.meets(ours(second)))
+    first, second = beside_failing(engine)
     asked = prompt(3 * BLOCK + 1)
     first.runner.bad_blocks.add(1)
     both = {"do_remote_prefill": True}, None
     ids = [first.submit(asked, max_tokens=6, params=params) for params in both]
     first.step()
-    _, worker = inspection.halves_beside(first.scheduler.connector, [first.worker])
-    wait(lambda: inspection.copies_ended(worker))
-    first.settle()
+    settle(first)
     expected = engine().generate(asked, 6).tokens
     assert [first.answers[each].tokens for each in ids] == [expected] * 2
     assert second.generate(asked, 6).tokens == expected
@@ -149,11 +161,7 @@ def test_who_goes_on_with_blocks_that_another_connector_failed_to_load_keeps_not
     """vLLM has one request compute the blocks anew, in chunks. Another one that begins alike has
     some of them from vLLM's own cache, and its answer is vLLM's own fault; its KV is given to
     nobody. The steps are those between the failed load and its arrival."""
-    extra = {"share": True, "handoff": False, "admission": "all"}
-    options = {"connector": "MultiConnector", "after": [FAILING], "async_scheduling": overlap}
-    first = engine("kv_both", extra=extra, lifecycle=runner(), **options)
-    second = engine("kv_both", extra=extra, **options)
-    wait(lambda: inspection.meets(ours(second)))
+    first, second = beside_failing(engine, lifecycle=runner(), async_scheduling=overlap)
     asked = prompt(20 * BLOCK + 1)
     longer = [*asked, *prompt(10 * BLOCK, seed=9)]
     first.runner.bad_blocks.add(1)
@@ -163,9 +171,7 @@ def test_who_goes_on_with_blocks_that_another_connector_failed_to_load_keeps_not
     for _ in range(steps):
         first.step()
     first.submit(longer, max_tokens=6)
-    first.settle()
-    _, worker = inspection.halves_beside(first.scheduler.connector, [first.worker])
-    wait(lambda: inspection.copies_ended(worker))
+    settle(first)
     for each in (longer, asked):
         assert second.generate(each, 6).tokens == engine().generate(each, 6).tokens
     assert_clean(first, second)
@@ -174,11 +180,7 @@ def test_who_goes_on_with_blocks_that_another_connector_failed_to_load_keeps_not
 def test_what_the_window_of_such_a_request_has_lost_is_given_to_nobody(engine):
     """It has found the last blocks of the first in vLLM's cache, and not the one that was not
     loaded; what it computes stays in that cache when its window goes on."""
-    extra = {"share": True, "handoff": False, "admission": "all"}
-    options = {"family": "window", "connector": "MultiConnector", "after": [FAILING]}
-    first = engine("kv_both", extra=extra, async_scheduling=True, **options)
-    second = engine("kv_both", extra=extra, **options)
-    wait(lambda: inspection.meets(ours(second)))
+    first, second = beside_failing(engine, family="window", async_scheduling=True)
     asked = prompt(20 * BLOCK + 1)
     longer = [*asked, *prompt(20 * BLOCK, seed=9)]
     first.runner.bad_blocks.add(1)
@@ -189,9 +191,7 @@ def test_what_the_window_of_such_a_request_has_lost_is_given_to_nobody(engine):
     first.settle()
     found = [*longer[: 30 * BLOCK], 3]
     first.generate(found)
-    first.settle()
-    _, worker = inspection.halves_beside(first.scheduler.connector, [first.worker])
-    wait(lambda: inspection.copies_ended(worker))
+    settle(first)
     expected = engine(family="window")
     for text in (longer, [*found, 5]):
         assert second.generate(text, 6).tokens == expected.generate(text, 6).tokens
@@ -220,10 +220,7 @@ def test_what_was_computed_upon_blocks_that_another_connector_failed_to_load_is_
 
 def test_what_requests_have_computed_that_end_with_a_failed_load_is_given_to_nobody(engine):
     """vLLM ends both, and leaves in its cache what the second has computed."""
-    extra = {"share": True, "handoff": False, "admission": "all"}
-    options = {"connector": "MultiConnector", "after": [FAILING], "policy": "fail"}
-    first, second = (engine("kv_both", extra=extra, **options) for _ in range(2))
-    wait(lambda: inspection.meets(ours(second)))
+    first, second = beside_failing(engine, policy="fail")
     asked = prompt(3 * BLOCK + 1)
     longer = [*asked, *prompt(3 * BLOCK, seed=9)]
     first.runner.bad_blocks.add(1)
