@@ -38,6 +38,12 @@ def _find(what: str) -> Finding:
     return module._find(what, check)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine vLLM may take minutes to import."""
+    monkeypatch.setattr(module, "_IMPORT_S", 3600.0)
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the checks that import vLLM."""
