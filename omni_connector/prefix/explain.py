@@ -25,7 +25,6 @@ from omni_connector.errors import ProtocolError
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.tails import first_parent
 from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
-from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.net.runtime import socket_path
 from omni_connector.net.unix import Listener
 from omni_connector.prefix.lookups import Lookup, StoreLookups
@@ -372,11 +371,6 @@ class Explainer:
     def close(self) -> None:
         """Answer no more. Idempotent."""
         self._listener.close()
-
-    def answers(self) -> RankAnswers:
-        """What answers each of `QUESTIONS`, for who gets them in another way than by the socket."""
-        asked = (AskEngine, AskHashes, AskPlaces, AskStored, AskTail, AskStoredTail, AskCause)
-        return dict.fromkeys(asked, self._answer)
 
     def answer(self, question: msgspec.Struct) -> tuple[msgspec.Struct, None]:
         """Answer one of `QUESTIONS`, in well below a millisecond.

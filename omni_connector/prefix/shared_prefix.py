@@ -25,7 +25,6 @@ from omni_connector.config import HintName
 from omni_connector.copy.held_blocks import CopyWork, EngineRequest
 from omni_connector.errors import OmniError
 from omni_connector.kv.tails import Tail
-from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.explain import ExplainedEngine, Explainer
 from omni_connector.prefix.hints import NO_HINTS, Hints
@@ -122,10 +121,6 @@ class SharedPrefix:
             )
         except OmniError as error:
             logger.warning("`omni-connector explain` does not know this engine: %s", error)
-
-    def explains(self) -> RankAnswers:
-        """What answers the questions of `omni-connector explain`; nothing where it cannot ask."""
-        return {} if self._explainer is None else self._explainer.answers()
 
     def followed(self, asked: Hints) -> Hints:
         """Those of the hints of a request that are followed."""

@@ -70,7 +70,6 @@ from omni_connector.vllm_v1.compat import (
     most_blocks_of_a_prompt,
     thinking_tokens,
 )
-from omni_connector.vllm_v1.control_calls import AskStatus, ControlCalls, Status
 from omni_connector.vllm_v1.drafter import drafts_with_kv, tokens_ahead, tokens_written_ahead
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.identity import compatibility, configuration_id, hash_id
@@ -291,7 +290,6 @@ class _Assembly:
             shared=shared,
             weight_files=self._weight_files(channel),
             events=self._events,
-            calls=self._calls(shared),
             report=SchedulerReport(
                 self._stats,
                 self._periodic_tasks,
@@ -386,14 +384,6 @@ class _Assembly:
             context=self._context,
             sockets=self._surroundings.sockets(),
         )
-
-    def _calls(self, shared: SharedPrefix | None) -> ControlCalls:
-        """What this engine answers through vLLM."""
-        calls = ControlCalls()
-        calls.register({AskStatus: lambda _: Status(self._status.current())})
-        if shared is not None:
-            calls.register(shared.explains())
-        return calls
 
     def _weight_files(self, channel: ControlChannel) -> WeightFilesDigest | None:
         """Makes the digest of the weights' files, which peers compare from then on."""

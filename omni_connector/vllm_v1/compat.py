@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.request import RequestStatus
 
-from omni_connector.errors import UnsupportedVersionError
 from omni_connector.identity.epochs import WeightsSaid
 from omni_connector.plugin import CONNECTOR_NAME
 from omni_connector.prefix.thinking import ThinkingTokens
@@ -251,22 +250,6 @@ def most_blocks_of_a_prompt(
         else getattr(each, "max_admission_blocks_per_request", None)
         for each in managers
     ]
-
-
-def manager_of(context: Any) -> "KVCacheManager":
-    """vLLM's KV cache manager, of the context that it may bind instead (its pull request 53067).
-
-    Raises:
-        UnsupportedVersionError: the context does not lead to it.
-    """
-    for name in ("kv_cache_manager", "_kv_cache_manager"):
-        manager: KVCacheManager | None = getattr(context, name, None)
-        if manager is not None:
-            return manager
-    raise UnsupportedVersionError(
-        f"vLLM binds a {type(context).__name__}, which has no kv_cache_manager: omni-connector "
-        "needs it to hold blocks and to look up those of requests; install a tested vLLM"
-    )
 
 
 def shutdown_timeout(vllm_config: "VllmConfig") -> float:

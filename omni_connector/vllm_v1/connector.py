@@ -34,10 +34,8 @@ from omni_connector.copy.held_blocks import SETTLE_S  # noqa: E402
 from omni_connector.vllm_v1.assembly import make_scheduler, make_worker  # noqa: E402
 from omni_connector.vllm_v1.compat import (  # noqa: E402
     cache_hit_source,
-    manager_of,
     shutdown_timeout,
 )
-from omni_connector.vllm_v1.control_calls import ControlCalls  # noqa: E402
 from omni_connector.vllm_v1.metadata import (  # noqa: E402
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
@@ -157,27 +155,8 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
 
     # The scheduler half
 
-    @property
-    def supports_eagle_prefix_cache_hashing(self) -> bool:
-        """Whether vLLM may name blocks of drafters by hashes that cover the next token: not yet.
-
-        vLLM's pull request 50897, in no release up to 0.33. Blocks are kept and looked up by the
-        ordinary hashes, so these stay on."""
-        return False
-
-    def bind_scheduler_context(self, context: Any) -> None:
-        """What vLLM's pull request 53067 calls instead of `bind_kv_cache_manager`."""
-        self.bind_kv_cache_manager(manager_of(context))
-
-    def on_rpc(self, payload: bytes) -> bytes:
-        """Answer what was sent to `POST /v1/kv_connector/rpc`; see `ControlCalls`."""
-        if self._scheduler_half is None:
-            return ControlCalls().answer(payload)
-        return self._scheduler_half.answer_call(payload)
-
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
-        if hasattr(super(), "bind_kv_cache_manager"):
-            super().bind_kv_cache_manager(kv_cache_manager)
+        super().bind_kv_cache_manager(kv_cache_manager)
         self._manager = kv_cache_manager
 
         def settle() -> None:

@@ -56,7 +56,6 @@ from omni_connector.vllm_v1.compat import (
     hash_block_size,
     take_worker_stats,
 )
-from omni_connector.vllm_v1.control_calls import ControlCalls
 from omni_connector.vllm_v1.drafter import goes_on_after, tokens_ahead
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.load_room import LoadRoom
@@ -128,7 +127,6 @@ class OmniScheduler:
             shares none.
         weight_files: makes the digest of the weights' files, closed with this; None makes none.
         events: of arena and store, for vLLM to publish; None where it publishes none.
-        calls: answers what is asked through vLLM.
         report: tells vLLM and the status file what was counted; closed with this.
         serving: which hand-offs this engine takes part in now.
         undrafted: which blocks lack the drafter's KV.
@@ -155,7 +153,6 @@ class OmniScheduler:
         shared: SharedPrefix | None,
         weight_files: WeightFilesDigest | None,
         events: KVEvents | None,
-        calls: ControlCalls,
         report: SchedulerReport,
         serving: ServingState,
         undrafted: UndraftedBlocks,
@@ -183,7 +180,6 @@ class OmniScheduler:
         self._events = events
         self._stats = context.stats
         self._hint_warnings = Warnings(logger, context.clock)
-        self.answer_call = calls.answer
         self._report = report
         self._serving = serving
         self._undrafted = undrafted

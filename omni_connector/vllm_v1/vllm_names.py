@@ -75,13 +75,12 @@ class Hook:
 
     Attributes:
         name: of the method of `KVConnectorBase_V1` or `SupportsHMA`.
-        parameters: those that the connector's own method takes, without `self`; None: vLLM may
-            name them as it likes.
+        parameters: those that the connector's own method takes, without `self`.
         of: the class.
     """
 
     name: str
-    parameters: tuple[str, ...] | None = ()
+    parameters: tuple[str, ...] = ()
     of: str = "KVConnectorBase_V1"
 
     def misfit(self) -> str | None:
@@ -89,7 +88,7 @@ class Hook:
         found = _find(f"{_BASE}:{self.of}.{self.name}")
         if found is None:
             return f"{self.of}.{self.name}{_MISSING}"
-        if isinstance(found, property) or self.parameters is None:
+        if isinstance(found, property):
             return None
         parameters = list(inspect.signature(found).parameters.values())
         named = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
@@ -185,6 +184,7 @@ class NoOtherDuties:
 
 
 HOOKS: Final = (
+    Hook("bind_kv_cache_manager", ("kv_cache_manager",)),
     Hook("bind_connector_metadata", ("connector_metadata",)),
     Hook("build_connector_meta", ("scheduler_output",)),
     Hook("build_connector_worker_meta"),
@@ -225,12 +225,6 @@ TABLE: Final[tuple[UsedName, ...]] = (
     IfThere(Hook("has_connector_metadata")),
     IfThere(Hook("get_loaded_kv_cache_group_ids", ("request",))),
     IfThere(Hook("get_external_cache_hit_sources", ("request", "num_external_tokens"))),
-    OneOf(
-        (
-            Hook("bind_kv_cache_manager", ("kv_cache_manager",)),
-            Hook("bind_scheduler_context", None),
-        )
-    ),
     Called(f"{_FACTORY}.register_connector", 3),
     Called("vllm.engine.arg_utils:EngineArgs.create_engine_config"),
     Attributes("vllm.engine.arg_utils:EngineArgs", ("kv_transfer_config",)),
