@@ -9,7 +9,11 @@ vLLM 0.30 to 0.33 agree on what matters most: KV caches come as `[B, H, N, C]` v
 bind, forward, loads, saves, `get_transfer_results`, worker metadata, clear. With a drafter, the V2
 runner of 0.33 starts the saves after the worker metadata, before it clears. Some runners announce
 preemptions late or not at all, which does no harm: a block that is being copied is given to nobody.
-`older_runners` has what older model runners need, which others maintain.
+
+Others maintain model runners of the time before for these versions. Their
+`KVConnectorModelRunnerMixin` loads before the forward pass, calls `wait_for_save` only after one,
+calls `get_finished`, passes on neither loads that failed as a whole nor the workers' metadata, and
+may allocate one tensor for all layers.
 """
 
 import weakref

@@ -23,7 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.logger import init_logger  # noqa: E402
@@ -36,6 +35,7 @@ from omni_connector.vllm_v1.compat import (  # noqa: E402
     cache_hit_source,
     shutdown_timeout,
 )
+from omni_connector.vllm_v1.cross_layers import cross_layer_dims  # noqa: E402
 from omni_connector.vllm_v1.metadata import (  # noqa: E402
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
@@ -44,11 +44,6 @@ from omni_connector.vllm_v1.metadata import (  # noqa: E402
     runner_ends_steps,
 )
 from omni_connector.vllm_v1.metrics import OmniPromMetrics, OmniStats  # noqa: E402
-from omni_connector.vllm_v1.older_runners import (  # noqa: E402
-    OlderRunnerCalls,
-    ReportPath,
-    carried_report,
-)
 from omni_connector.vllm_v1.scheduler import OmniScheduler  # noqa: E402
 from omni_connector.vllm_v1.specs import require_supported, require_vllm_engine  # noqa: E402
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS, Surroundings  # noqa: E402
@@ -59,7 +54,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -69,7 +64,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.omni_connector.plugin")
 
 
-class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
+class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves KV cache from a prefill engine to a decode engine.
 
     Raises:
@@ -94,7 +89,6 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         # The scheduler half is made when the workers have registered their KV caches.
         self._scheduler_half: OmniScheduler | None = None
         self._worker_half: OmniWorker | None = None
-        self._reports = ReportPath()
         self._runner_ends_steps = runner_ends_steps(vllm_config)
         self._beside_others = False
         if role == KVConnectorRole.SCHEDULER:
@@ -108,6 +102,8 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
                 wait_for_save=self._worker_half.start_saves,
                 get_block_ids_with_load_errors=self._worker_half.take_bad_block_ids,
             )
+            if self._runner_ends_steps:
+                self._call_directly(get_kv_connector_stats=self._worker_half.take_stats)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -147,11 +143,11 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
             self._worker_half.close()
 
     def get_kv_connector_stats(self) -> OmniStats | None:
-        """What this half has counted since the last call."""
-        if self._scheduler_half is not None:
-            return self._scheduler_half.take_stats()
+        """What a worker has counted since the last call, of a rank whose steps the runner does not
+        end: vLLM asks this last."""
         stats = self._worker.take_stats()
-        return self._reports.add_report(stats, self._worker) if self._reports.by_stats else stats
+        self.clear_connector_metadata()
+        return stats
 
     # The scheduler half
 
@@ -240,17 +236,12 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        given = connector_output.kv_connector_worker_meta
-        if not (
-            given
-            or connector_output.kv_connector_stats
+        if (  # most steps have no news
+            connector_output.kv_connector_stats
             or connector_output.invalid_block_ids
             or connector_output.finished_recving
         ):
-            return  # most steps have no news
-        connector_output.kv_connector_worker_meta = given or carried_report(connector_output)
-        self._scheduler.update_output(connector_output)
-        connector_output.kv_connector_worker_meta = given  # other connectors see it too
+            self._scheduler.update_output(connector_output)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -296,8 +287,6 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         assert isinstance(connector_metadata, OmniConnectorMetadata)
         super().bind_connector_metadata(connector_metadata)
         self._worker.bind(connector_metadata)
-        if not self._reports.by_metadata:
-            self._reports.step_begins()
 
     def has_connector_metadata(self) -> bool:
         """Whether vLLM's attention layers have to call `save_kv_layer` in this step.
@@ -307,11 +296,6 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
 
     def clear_connector_metadata(self) -> None:
         self._worker.clear()
-        if not self._reports.by_metadata and self._reports.step_ends() and self._runner_ends_steps:
-            self._call_directly(
-                get_kv_connector_stats=self._worker.take_stats,
-                build_connector_worker_meta=self._worker.take_report,
-            )
         super().clear_connector_metadata()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
@@ -334,8 +318,6 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
         self._worker.start_saves()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if not self._reports.known:
-            return KVConnectorTransferResults()
         if not self._runner_ends_steps:
             self._worker.start_saves()
         self._worker.collect()
@@ -351,12 +333,25 @@ class OmniKVConnector(OlderRunnerCalls, KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_bad_block_ids()
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        self._reports.asked()
-        report = self._worker.take_report()
-        if not self._runner_ends_steps:
-            self.clear_connector_metadata()
-        return report
+    # What only model runners before vLLM 0.30 call, which others maintain for newer versions
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """In one tensor of all layers a block is one segment of bytes, not one a layer, and is
+        copied faster."""
+        return True
+
+    def register_cross_layers_kv_cache(
+        self, kv_cache: "torch.Tensor", attn_backend: "type[AttentionBackend]"
+    ) -> None:
+        """Register that tensor instead of one for each layer."""
+        self._worker.register_cross_layers(kv_cache, cross_layer_dims(attn_backend))
+        self._listen()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose loads have ended, in place of `get_transfer_results`."""
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
 
     # For the API server
 

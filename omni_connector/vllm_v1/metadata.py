@@ -13,7 +13,6 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
 )
 
 from omni_connector.config import OmniConfig
@@ -61,8 +60,11 @@ class OmniConnectorMetadata(KVConnectorMetadata):
 
 
 @dataclass(slots=True)
-class OmniWorkerMetadata(KVConnectorWorkerMetadata):
+class WorkerReport:
     """Jobs that have ended since the last step, loaded adapters, weights, and pinned memory.
+
+    It goes with a worker's statistics (`OmniStats.report`), which all model runners pass on: those
+    before vLLM 0.30 pass on no worker metadata.
 
     Attributes:
         done: number of ranks that have finished each job, by job id.
@@ -78,14 +80,13 @@ class OmniWorkerMetadata(KVConnectorWorkerMetadata):
     weights: list[RankWeights] = field(default_factory=list)
     pinned: dict[int, PinnedBytes] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "OmniWorkerMetadata":
+    def aggregate(self, other: "WorkerReport") -> "WorkerReport":
         """Add up the reports of two ranks."""
-        assert isinstance(other, OmniWorkerMetadata)
         done = dict(self.done)
         for job_id, ranks in other.done.items():
             done[job_id] = done.get(job_id, 0) + ranks
         failed = {**other.failed, **self.failed}
-        return OmniWorkerMetadata(
+        return WorkerReport(
             done,
             failed,
             [*self.adapters, *other.adapters],

@@ -24,6 +24,7 @@ from omni_connector.runtime.metric_names import COUNTERS, FAILURE, GAUGES, MISSE
 from omni_connector.runtime.stats import THREAD_ENDED
 from omni_connector.runtime.turns import take_ended_threads
 from omni_connector.vllm_v1.live_gauges import LiveGauges
+from omni_connector.vllm_v1.metadata import WorkerReport
 
 _SECONDS_BUCKETS: Final = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5, 30]
 
@@ -34,8 +35,11 @@ class OmniStats(KVConnectorStats):
 
     `data` consists of plain dicts: `counts` by name (of failures as `failure:<kind>`, of missed
     tokens as `missed:<cause>`, of peers as `peer:<transport>:<reason>`), lists of `seconds` by
-    name, and `gauges` by name. `taken` says when the gauges were, in seconds of Unix time.
+    name, and `gauges` by name. `taken` says when the gauges were, in seconds of Unix time. `report`
+    is what a worker tells the scheduler half, which takes it out.
     """
+
+    report: WorkerReport | None = None
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -77,16 +81,17 @@ class OmniStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         """Whether nothing was recorded."""
-        return not any(self.data.values())
+        return self.report is None and not any(self.data.values())
 
     def take(self) -> "OmniStats | None":
         """What was recorded since the last call; None where nothing was."""
-        data = self.data
-        if not (data["counts"] or data["seconds"] or data["gauges"]):
+        data, report = self.data, self.report
+        if not (data["counts"] or data["seconds"] or data["gauges"] or report):
             return None
         if data["gauges"]:
             data["taken"] = {"gauges": time.time()}
-        taken = OmniStats(data=data)
+        taken = OmniStats(data, report)
+        self.report = None
         self.reset()
         return taken
 
@@ -99,6 +104,10 @@ class OmniStats(KVConnectorStats):
         self.data["gauges"].update(other.data.get("gauges", {}))
         if taken := other.data.get("taken"):
             self.data["taken"] = taken
+        if isinstance(other, OmniStats) and other.report is not None:
+            self.report = (
+                other.report if self.report is None else self.report.aggregate(other.report)
+            )
         return self
 
     def reduce(self) -> dict[str, int | float]:

@@ -11,7 +11,7 @@ from omni_connector.identity.adapters import AdapterLoad
 from omni_connector.identity.epochs import RankWeights
 from omni_connector.kv.spans import TransferSpec
 from omni_connector.runtime.stats import LEASE_EXPIRED, Stats
-from omni_connector.vllm_v1.metadata import OmniWorkerMetadata
+from omni_connector.vllm_v1.metadata import WorkerReport
 
 
 class JobOutcomes:
@@ -32,7 +32,7 @@ class JobOutcomes:
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
         self._bad_block_ids: set[int] = set()
-        self._report = OmniWorkerMetadata()
+        self._report = WorkerReport()
         self.has_ended = False
 
     def expect(self, jobs: Iterable[TransferSpec]) -> None:
@@ -81,7 +81,7 @@ class JobOutcomes:
         adapters: Sequence[AdapterLoad],
         weights: Sequence[RankWeights],
         pinned: Mapping[int, PinnedBytes],
-    ) -> OmniWorkerMetadata:
+    ) -> WorkerReport:
         """What the scheduler half must know of.
 
         Args:
@@ -93,6 +93,6 @@ class JobOutcomes:
         report.adapters += adapters
         report.weights += weights
         report.pinned.update(pinned)
-        self._report = OmniWorkerMetadata()
+        self._report = WorkerReport()
         self.has_ended = False
         return report

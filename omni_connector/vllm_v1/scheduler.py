@@ -61,11 +61,10 @@ from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.load_room import LoadRoom
 from omni_connector.vllm_v1.metadata import (
     OmniConnectorMetadata,
-    OmniWorkerMetadata,
+    WorkerReport,
     num_workers,
 )
 from omni_connector.vllm_v1.metrics import OmniStats
-from omni_connector.vllm_v1.older_runners import tells_failure
 from omni_connector.vllm_v1.requests import (
     complete_hashes,
     drop_unusable,
@@ -726,16 +725,17 @@ class OmniScheduler:
         """Take the workers' reports."""
         if output.finished_recving and self._trace.is_recording:
             self._trace.begin_each(output.finished_recving, "scheduling", after="load")
+        report: WorkerReport | None = None
         if (counted := take_worker_stats(output)) is not None:
+            report, counted.report = counted.report, None
             self._report.workers(counted)
-        report = output.kv_connector_worker_meta
         if output.invalid_block_ids:
             # Of our own loads nothing was copied, as a request that waits for one computes nothing.
-            failed = report.failed if isinstance(report, OmniWorkerMetadata) else ()
+            failed = report.failed if report is not None else ()
             own = self._ledger.blocks_of(failed)
             if others := output.invalid_block_ids - own:
                 self._blocks_void(others)
-        if not isinstance(report, OmniWorkerMetadata):
+        if report is None:
             return
         self._follow_weights()
         for load in report.adapters:
@@ -763,9 +763,10 @@ class OmniScheduler:
         for request in (*receiver.take_void(), *receiver.take_late()):
             self._load_nothing(request.request_id)
             recompute(request, self._manager)
+        # Runners before vLLM 0.30 do not pass on which loads have failed as a whole.
         for request in receiver.take_failed():
             self._load_nothing(request.request_id)
-            if not self._fails_by_block and not tells_failure(output, request.request_id):
+            if not self._fails_by_block and request.request_id not in output.failed_recving:
                 logger.warning(
                     "Request %s computes its prompt here: its load failed, and the model "
                     "runner does not pass on failed loads",

@@ -187,7 +187,6 @@ HOOKS: Final = (
     Hook("bind_kv_cache_manager", ("kv_cache_manager",)),
     Hook("bind_connector_metadata", ("connector_metadata",)),
     Hook("build_connector_meta", ("scheduler_output",)),
-    Hook("build_connector_worker_meta"),
     Hook("build_kv_connector_stats", ("data",)),
     Hook(
         "build_prom_metrics",
@@ -222,6 +221,7 @@ HOOKS: Final = (
 TABLE: Final[tuple[UsedName, ...]] = (
     *HOOKS,
     NoOtherDuties(HOOKS),
+    IfThere(Hook("get_finished", ("finished_req_ids",))),
     IfThere(Hook("has_connector_metadata")),
     IfThere(Hook("get_loaded_kv_cache_group_ids", ("request",))),
     IfThere(Hook("get_external_cache_hit_sources", ("request", "num_external_tokens"))),
@@ -241,7 +241,6 @@ TABLE: Final[tuple[UsedName, ...]] = (
     Attributes(f"{_BASE}:KVConnectorRole", ("WORKER", "SCHEDULER")),
     Attributes(f"{_BASE}:KVConnectorMetadata"),
     Attributes(f"{_BASE}:KVConnectorHandshakeMetadata"),
-    Called(f"{_BASE}:KVConnectorWorkerMetadata.aggregate", 1),
     Attributes(f"{_METRICS}:KVConnectorStats", ("data",)),
     Called(f"{_METRICS}:KVConnectorPromMetrics.__init__", 4),
     Attributes(f"{_METRICS}:KVConnectorPromMetrics", ("per_engine_labelvalues",)),
@@ -424,7 +423,6 @@ TABLE: Final[tuple[UsedName, ...]] = (
             "finished_recving",
             "invalid_block_ids",
             "kv_connector_stats",
-            "kv_connector_worker_meta",
         ),
     ),
     Attributes(

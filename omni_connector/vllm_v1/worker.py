@@ -57,7 +57,7 @@ from omni_connector.vllm_v1.kernels import attention_of, kept_of, kernel_orders,
 from omni_connector.vllm_v1.metadata import (
     OmniConnectorMetadata,
     OmniHandshakeMetadata,
-    OmniWorkerMetadata,
+    WorkerReport,
 )
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.outcomes import JobOutcomes
@@ -578,7 +578,7 @@ class OmniWorker:
         under_way = set().union(*(thread.under_way() for thread in self._copy_threads))
         return [each for each in job_ids if each <= last_started and each not in under_way]
 
-    def take_report(self) -> OmniWorkerMetadata | None:
+    def take_report(self) -> WorkerReport | None:
         """What the scheduler half must know of; None when there is nothing."""
         adapters = self._adapters
         weights = self._weights
@@ -592,13 +592,14 @@ class OmniWorker:
         return self._outcomes.take_report(loaded, answers, news)
 
     def take_stats(self) -> OmniStats | None:
-        """What was counted since the last call; None when nothing was."""
+        """What was counted since the last call, and the report; None when there is neither."""
         for choice in self._transports.take_choices():
             self._stats.choose(choice.transport, choice.reason)
             logger.info(
                 "Reading the arena at %s by %s (%s)", choice.address, choice.transport, choice.why
             )
         self._stats.fail_ended_threads()
+        self._stats.report = self.take_report()
         return self._stats.take()
 
     def close(self) -> None:

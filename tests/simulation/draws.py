@@ -158,7 +158,7 @@ def _engines(draw: random.Random) -> tuple[EngineShape, ...]:
                 overlap=draw.random() < 0.4,
                 priorities=draw.random() < 0.2,
                 policy=draw.choice(_POLICIES),
-                runner=draw.choice(("v1", "v1", "v2", "v2", "old", "older")),
+                runner=draw.choice(("v1", "v1", "v2", "v2", "older", "older")),
                 caching=caching,
                 slots=groups_of(family) * draw.choice((6, 9, 16, 40)),
                 shares=shares,

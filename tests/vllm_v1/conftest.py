@@ -34,7 +34,7 @@ from .harness import (
     sockets,
     wait,
 )
-from .runners import OLD, RUNNERS
+from .runners import RUNNERS
 from .stores import MASTER, SwitchedShelf
 
 MakeEngine = Callable[..., InProcessEngine]
@@ -194,11 +194,6 @@ def sharer(engine: MakeEngine, shelf: SwitchedShelf) -> MakeEngine:
 
 @pytest.fixture(params=RUNNERS, ids=lambda runner: runner.__name__)
 def runner(request) -> type[Lifecycle]:
-    return request.param
-
-
-@pytest.fixture(params=OLD, ids=lambda runner: runner.__name__)
-def old_runner(request) -> type[Lifecycle]:
     return request.param
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model runners that drive a connector: vLLM's own, older ones, and what their tests share.
+"""Model runners that drive a connector: vLLM's own, an older one, and what their tests share.
 
-`V1Runner` and the `V2` ones are vLLM's own code of the installed version. The older ones are what
+`V1Runner` and the `V2` ones are vLLM's own code of the installed version. The older one is what
 runners maintained elsewhere may still do: load first, no `wait_for_save` without a forward pass,
 `get_finished`, no announced preemption, no failed loads, no worker metadata.
 """
@@ -77,19 +77,8 @@ class V2DraftingRunner(V2Runner):
         return output
 
 
-class OldRunner(Lifecycle):
-    """An older runner: it announces preemptions by request ids, and carries worker metadata."""
-
-    def execute(
-        self, engine: InProcessEngine, worker: KVConnectorBase_V1, step: SchedulerOutput
-    ) -> ModelRunnerOutput:
-        return engine.joined(
-            lifecycles.old(engine.workers, engine.runner, step, engine.wait_for_copies)
-        )
-
-
 class OlderRunner(Lifecycle):
-    """The one before it; of what ended it tells only finished ids, blocks and statistics."""
+    """One before vLLM 0.30; of what ended it tells only finished ids, blocks and statistics."""
 
     def execute(
         self, engine: InProcessEngine, worker: KVConnectorBase_V1, step: SchedulerOutput
@@ -110,9 +99,8 @@ def transfer_group(worker: KVConnectorBase_V1) -> Iterator[None]:
         kv_transfer_state._KV_CONNECTOR_AGENT = before
 
 
-OLD = [OldRunner, OlderRunner]
 DRAFTING = [V2DraftingRunner] if hasattr(ActiveKVConnector, "finalize_step") else []
-RUNNERS = [V1Runner, V2Runner, *DRAFTING, *OLD]
+RUNNERS = [V1Runner, V2Runner, *DRAFTING, OlderRunner]
 
 
 def trio(

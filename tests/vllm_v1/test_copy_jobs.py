@@ -7,7 +7,7 @@ import pytest
 from omni_connector.copy.jobs import LoadSpec, SaveSpec
 from omni_connector.copy.threads import CopyThread, Outcome
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
-from omni_connector.vllm_v1.metadata import OmniWorkerMetadata
+from omni_connector.vllm_v1.metadata import WorkerReport
 from tests import inspection
 from tests.toy import BLOCK
 
@@ -158,11 +158,11 @@ def test_a_job_of_which_the_worker_has_no_part_is_not_started_and_has_failed(eng
     )
     assert not worker.transfer_async(7, save)
     worker._start({7: save})
-    assert worker.take_report() == OmniWorkerMetadata({7: 1}, {7: "job_failed"})
+    assert worker.take_report() == WorkerReport({7: 1}, {7: "job_failed"})
     decode.shutdown()
     assert not worker.transfer_async(8, load)
     worker._start({8: load})
-    assert worker.take_report() == OmniWorkerMetadata({8: 1}, {8: "job_failed"})
+    assert worker.take_report() == WorkerReport({8: 1}, {8: "job_failed"})
     assert worker.take_finished_loads()[0] == {"r"}
     assert worker.take_bad_block_ids() == {3}
 
@@ -182,7 +182,7 @@ def test_no_block_is_good_of_a_load_that_cannot_tell_which_are(engine):
     inspection.end_thread(inspection.loads(worker))
     worker._start({7: load})
     worker.collect()
-    assert worker.take_report() == OmniWorkerMetadata({7: 1}, {7: "copy_thread_died"})
+    assert worker.take_report() == WorkerReport({7: 1}, {7: "copy_thread_died"})
     assert worker.take_bad_block_ids() == {3, 5}
 
 
@@ -196,7 +196,7 @@ def test_a_job_whose_ids_do_not_fit_copies_nothing_and_has_failed(engine, block_
     )
     held = decode.hold()
     worker._start({7: load})
-    assert worker.take_report() == OmniWorkerMetadata({7: 1}, {7: "job_failed"})
+    assert worker.take_report() == WorkerReport({7: 1}, {7: "job_failed"})
     assert worker.take_bad_block_ids() == set(block_ids)
     assert not held.waiting.is_set()
     assert not worker._under_way

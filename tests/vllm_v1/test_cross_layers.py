@@ -9,7 +9,7 @@ import torch
 from omni_connector.copy.ended import RankCopies
 from omni_connector.errors import LayoutError
 from omni_connector.net.runtime import runtime_dir
-from omni_connector.vllm_v1.older_runners import cross_layer_dims
+from omni_connector.vllm_v1.cross_layers import cross_layer_dims
 from tests.toy import BLOCK
 from tests.toy_runner import ToyRunner
 

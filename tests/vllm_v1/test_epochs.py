@@ -301,7 +301,8 @@ def test_a_reset_waits_for_no_end_of_a_copy_that_is_on_its_way(engine, monkeypat
 
     def told():
         outputs = [output.kv_connector_output for _, output in prefill.flying]
-        reports = [each.kv_connector_worker_meta for each in outputs if each is not None]
+        counted = [each.kv_connector_stats for each in outputs if each is not None]
+        reports = [each.report for each in counted if each is not None]
         return any(each is not None and each.done for each in reports)
 
     prefill.run(told)

@@ -56,7 +56,7 @@ def test_many_at_once_arrive(engine, tokens, runner, overlap):
 
 
 def test_copies_of_lost_blocks_go_on(engine, tokens, runner):
-    """Also where nobody announces a preemption, or only by request ids."""
+    """Also where nobody announces a preemption."""
     prefill = engine(
         "kv_producer",
         lifecycle=runner(),

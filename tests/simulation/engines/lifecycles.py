@@ -2,8 +2,7 @@
 """What model runners do with a connector, in the order in which each of them does it.
 
 `v1` and `v2` are vLLM's own. `v2` zeroes and copies blocks before the connector hears of the step.
-The older ones are those that `older_runners` describes: they load before the forward pass, call
-`wait_for_save` only after one, and pass on less.
+`older` is the `KVConnectorModelRunnerMixin` of the time before vLLM 0.30; see `compat`.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,21 +56,32 @@ def v2(
     return _forward(workers, runner, step, breathe)
 
 
-def old(
-    workers: Workers, runner: ToyRunner, step: SchedulerOutput, breathe: Breathe
-) -> list[ModelRunnerOutput]:
-    """An older runner: it announces preemptions by request ids, and carries worker metadata."""
-    return _old(workers, runner, step, breathe, announces=True, carries=True)
-
-
 def older(
     workers: Workers, runner: ToyRunner, step: SchedulerOutput, breathe: Breathe
 ) -> list[ModelRunnerOutput]:
-    """One before that, which tells only finished ids, blocks and statistics."""
-    return _old(workers, runner, step, breathe, announces=False, carries=False)
+    """A runner before vLLM 0.30: it tells only finished ids, blocks and statistics."""
+    for worker in workers:
+        worker.bind_connector_metadata(_metadata(step))
+        worker.start_load_kv(_no_context())
+    breathe()
+    batch = runner.execute(step)
+    breathe()
+    outputs = []
+    for worker in workers:
+        output = KVConnectorOutput()
+        if step.total_num_scheduled_tokens:
+            _wait_for_save(worker)
+            breathe()
+        finished: Any = worker.get_finished(step.finished_req_ids)
+        output.finished_sending, output.finished_recving = finished
+        output.invalid_block_ids = worker.get_block_ids_with_load_errors()
+        output.kv_connector_stats = worker.get_kv_connector_stats()
+        worker.clear_connector_metadata()
+        outputs.append(model_output(*batch, output))
+    return outputs
 
 
-LIFECYCLES: Final[dict[str, Lifecycle]] = {"v1": v1, "v2": v2, "old": old, "older": older}
+LIFECYCLES: Final[dict[str, Lifecycle]] = {"v1": v1, "v2": v2, "older": older}
 
 
 def _endless(workers: Workers, step: SchedulerOutput) -> Workers:
@@ -106,41 +116,6 @@ def _forward(
         model_output(*batch, connector_output(worker, step, ends=worker not in endless))
         for worker in workers
     ]
-
-
-def _old(
-    workers: Workers,
-    runner: ToyRunner,
-    step: SchedulerOutput,
-    breathe: Breathe,
-    *,
-    announces: bool,
-    carries: bool,
-) -> list[ModelRunnerOutput]:
-    for worker in workers:
-        if announces and step.preempted_req_ids:
-            preempted: Any = step.preempted_req_ids
-            worker.handle_preemptions(preempted)
-        worker.bind_connector_metadata(_metadata(step))
-        worker.start_load_kv(_no_context())
-    breathe()
-    batch = runner.execute(step)
-    breathe()
-    outputs = []
-    for worker in workers:
-        output = KVConnectorOutput()
-        if step.total_num_scheduled_tokens:
-            _wait_for_save(worker)
-            breathe()
-        finished: Any = worker.get_finished(step.finished_req_ids)
-        output.finished_sending, output.finished_recving = finished
-        output.invalid_block_ids = worker.get_block_ids_with_load_errors()
-        output.kv_connector_stats = worker.get_kv_connector_stats()
-        if carries:
-            output.kv_connector_worker_meta = worker.build_connector_worker_meta()
-        worker.clear_connector_metadata()
-        outputs.append(model_output(*batch, output))
-    return outputs
 
 
 def connector_output(
