@@ -95,7 +95,7 @@ class _Memory:
         """See `PinnedMemory.close`."""
         self._owner.let_go(self)
 
-    def due(self, at_once: int) -> tuple[float, slice | _Piece]:
+    def due(self, at_once: int, now: float) -> tuple[float, slice | _Piece]:
         """The next piece of `at_once` bytes, or one to ask for again; and from when on."""
         if self.of_a_neighbour:
             at_once //= _OF_A_NEIGHBOUR
@@ -108,7 +108,9 @@ class _Memory:
         if not found:
             return WOKEN, new
         due, piece = min(found, key=lambda each: each[0])
-        return (max(due, self._owner.between_steps()) if self.of_a_neighbour else due), piece
+        if self.of_a_neighbour and due <= now:
+            due = max(due, self._owner.between_steps())
+        return due, piece
 
 
 class Pinning:
@@ -223,12 +225,14 @@ class Pinning:
 
     def _pin_next(self) -> float:
         """Ask for one piece, if one is due; returns the seconds until the next is."""
-        dues = [(*each.due(self._copier.pinned_at_once), each) for each in self._memories]
+        now = self.clock()
+        if self._not_before > now:
+            return self._not_before - now
+        dues = [(*each.due(self._copier.pinned_at_once, now), each) for each in self._memories]
         if not dues:
             return WOKEN
         due, piece, memory = min(dues, key=lambda each: each[0])
-        due = max(due, self._not_before)
-        if due > (now := self.clock()):
+        if due > now:
             return due - now
         if isinstance(piece, slice):
             self._pin(memory, _Piece(memory.slots[piece], self.clock), now)
@@ -239,6 +243,7 @@ class Pinning:
         return 0.0
 
     def _pin(self, memory: _Memory, piece: _Piece, now: float) -> None:
+        self._awaited = False
         self._taken |= memory.of_a_neighbour
         code = self._copier.pin(piece.slots)
         if not code:

@@ -51,6 +51,7 @@ class ByHand:
     def __init__(self) -> None:
         self.turn: Any = None
         self.hangs = False
+        self.wakes = 0
 
     def __call__(self, name: str, turn: Any) -> "ByHand":
         assert self.turn is None  # it is started once
@@ -63,7 +64,8 @@ class ByHand:
             pass
         return float(seconds)
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        self.wakes += 1
 
     def join(self, timeout: float) -> None:
         if not self.hangs:
@@ -215,6 +217,33 @@ def test_the_arena_of_a_neighbour_is_pinned_piece_by_piece_between_steps(device)
     assert device.thread.settle() == np.inf
     assert sum(device.pieces(memory).values()) == 22
     assert device.pieces(own) == {0: 4}
+
+
+@pytest.mark.parametrize("code", [2, 900])
+def test_steps_wake_nobody_while_a_device_is_not_to_be_asked_again(device, code):
+    device.copier.pinned_at_once = 8 * AT_ONCE
+    device.pinning.begin()
+    slots = np.zeros((4, SLOT), np.uint8)
+    slots.flags.writeable = False
+    device.copier.codes[slots.ctypes.data] = code
+    device.pinning.follow(slots).populated(4)
+
+    def step() -> int:
+        """How often a step wakes the thread."""
+        wakes = device.thread.wakes
+        device.pinning.step_begins()
+        device.thread.settle()
+        device.pinning.step_launched()
+        return int(device.thread.wakes - wakes)
+
+    assert step() == 1  # there is a piece to ask for
+    device.thread.settle()
+    assert device.copier.asked.total() == 1
+    for _ in range(3):
+        assert step() == 0
+        assert 0 < device.thread.settle() <= 1.0
+    device.clock.advance(1.0)
+    assert step() == 1  # there is again
 
 
 @pytest.mark.parametrize("hangs", [False, True])
