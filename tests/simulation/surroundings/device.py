@@ -23,6 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.copy.copier import BlockCopy
+from omni_connector.copy.pinning import CAPTURING
 from omni_connector.copy.staged import StagedCopier
 from omni_connector.copy.stream import Stream
 from omni_connector.kv.segments import reserved_of
@@ -207,6 +208,8 @@ class Device(Actor):
             world = self.world
             code = world.draw.choice(_CODES)
             times = world.draw.choice((1, 2, _EVER)) if world.chance(0.2) else 0
+            if code in CAPTURING:  # which ends
+                times = min(times, 2)
             codes = self._refusals[address] = [code] * times
         if len(codes) == _EVER:
             return codes[0]
