@@ -105,14 +105,14 @@ def opening(common: int, repeats: int) -> float:
         request: Any = SimpleNamespace(request_id=str(number))
 
         def prepare(half: HandoffSender = half, request: Any = request, p: Prompt = prompt) -> None:
-            half.add(request, p)
-            if not half.may_schedule(request.request_id):
+            if not half.may_schedule(half.add(request, p)):
                 raise RuntimeError("the arena has no room")
 
         spent = ms(prepare)
         if number >= 6:  # the arena is full from here on
             times.append(spent)
-        handoff = half._sends[str(number)].handoff
+        [send] = half.admitted
+        handoff = send.handoff
         assert handoff is not None
         copied(directory, handoff)
     return statistics.median(times)

@@ -185,17 +185,17 @@ def twins(half: "OmniScheduler") -> "list[list[Handoff]]":
 
 def sends(half: "OmniScheduler") -> dict[str, Any]:
     """Return what a prefill engine knows of the requests that it hands off, by request id."""
-    return {} if half._sender is None else half._sender._sends
+    return {each: state.send for each, state in half._states.items() if state.send is not None}
 
 
 def first_waiting(half: "OmniScheduler") -> Any:
     """Return what a prefill engine knows of the first request that waits for room; None: nobody."""
-    return None if half._sender is None else next(iter(half._sender.waiting.values()), None)
+    return None if half._sender is None else next(iter(half._sender.waiting), None)
 
 
 def fetches(half: "OmniScheduler") -> dict[str, Any]:
     """Return what a decode engine knows of the hand-offs that it loads, by request id."""
-    return {} if half._receiver is None else half._receiver._loads
+    return {each: state.fetch for each, state in half._states.items() if state.fetch is not None}
 
 
 TOO_LATE = "too_late"
@@ -248,7 +248,7 @@ def refuse_handoffs(
     fetch, is_short = half._fetch, receiver.is_short
     decided: dict[bytes, int] = {}  # requests of one hand-off are equally long
 
-    def fetched(receiver: Any, request: Any, *rest: Any) -> None:
+    def fetched(receiver: Any, state: Any, *rest: Any) -> None:
         def asked(*args: Any) -> bool:
             token = args[0].token
             if token not in decided:
@@ -256,11 +256,11 @@ def refuse_handoffs(
             receiver._min_tokens = decided[token]
             if not is_short(*args):
                 return False
-            told(request.request_id)
+            told(state.request.request_id)
             return True
 
         receiver.is_short = asked
-        fetch(receiver, request, *rest)
+        fetch(receiver, state, *rest)
 
     half._fetch = fetched  # type: ignore[method-assign,assignment]
 
@@ -609,7 +609,7 @@ def kv_events(half: "OmniScheduler") -> Any:
 
 def waiting_for_adapters(half: "OmniScheduler") -> Any:
     """Return the requests whose adapter is being read."""
-    return half._adapters._waiting
+    return [each for each, state in half._states.items() if state.adapter_asked is not None]
 
 
 def kv_blocks(half: "OmniScheduler") -> Any:

@@ -9,9 +9,9 @@ request as `kv_load_failure_policy` says.
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -81,8 +81,10 @@ _FRESH_S: Final = 0.5
 _SLOW_ANSWERS: Final = 10
 
 
-@dataclass(slots=True)
-class _Load:
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A request's KV at the engine that has computed its prompt: the lease on it, and its load."""
+
     request: EngineRequest
     prompt: Prompt
     remote: RemotePrefill
@@ -100,6 +102,12 @@ class _Load:
     job_id: int | None = None
     ended: bool = False
     void: bool = False  # its KV is of weights that the engine no longer has
+    incomplete: set[int] = field(default_factory=set)  # see `HandoffReceiver.incomplete`
+
+    @property
+    def waits(self) -> bool:
+        """Whether its load has neither begun nor been given up."""
+        return not self.ended and self.job_id is None
 
 
 class HandoffReceiver:
@@ -117,9 +125,9 @@ class HandoffReceiver:
         context: clock and statistics.
 
     Attributes:
-        incomplete: by request, blocks of a window that are loaded, but not from their first token
-            on, as the peer's blocks begin elsewhere. The request does not read those tokens. Others
-            might, if vLLM found the block by its hash.
+        incomplete: loads with blocks of a window that are not loaded from their first token on, as
+            the peer's blocks begin elsewhere. The request does not read those tokens. Others might,
+            if vLLM found the block by its hash. All values are None.
     """
 
     def __init__(
@@ -136,7 +144,7 @@ class HandoffReceiver:
         min_tokens: int = 0,
         context: EngineContext,
     ) -> None:
-        self.incomplete: dict[str, set[int]] = {}
+        self.incomplete: dict[Fetch, None] = {}
         self._channel = channel
         self._ledger = ledger
         self._address_of = address_of
@@ -148,7 +156,6 @@ class HandoffReceiver:
         self._min_tokens = min_tokens
         self._clock = context.clock
         self._stats = context.stats
-        self._loads: dict[str, _Load] = {}
         self._queued: dict[int, LoadSpec] = {}
         self._failed: list[EngineRequest] = []
         self._void: list[EngineRequest] = []
@@ -167,15 +174,15 @@ class HandoffReceiver:
         self.reject(remote)
         return True
 
-    def add(self, request: EngineRequest, remote: RemotePrefill, prompt: Prompt) -> None:
+    def add(self, request: EngineRequest, remote: RemotePrefill, prompt: Prompt) -> Fetch:
         """A request has arrived whose prompt was prefilled elsewhere: ask for a lease on its KV."""
         address = self._address_of(remote)
         now = self._clock()
-        load = _Load(request, prompt, remote, address, now)
+        load = Fetch(request, prompt, remote, address, now)
         self._ask(load)
-        self._loads[request.request_id] = load
+        return load
 
-    def _ask(self, load: _Load) -> None:
+    def _ask(self, load: Fetch) -> None:
         deadline = self._clock() + self._timeout
         load.answer_by = deadline + 1.0  # by then the channel has answered, if it still runs
         load.idle_before = self._idle_time()
@@ -196,10 +203,9 @@ class HandoffReceiver:
             with contextlib.suppress(BadParamsError):  # then nobody knows of it
                 self.reject(parse_remote_prefill(params))
 
-    def matched_tokens(self, request_id: str, num_computed: int) -> int | None:
+    def matched_tokens(self, load: Fetch, num_computed: int) -> int | None:
         """Tokens that can be loaded beyond `num_computed`; None while a lease is asked for."""
-        load = self._waiting(request_id)
-        if load is None:
+        if not load.waits:
             return 0
         if load.future is not None and not self._answered(load, load.future):
             return None
@@ -213,11 +219,7 @@ class HandoffReceiver:
             return self._ask_again(load, load.lease)
         return max(0, load.lease.granted.num_tokens - num_computed)
 
-    def _waiting(self, request_id: str) -> _Load | None:
-        load = self._loads.get(request_id)
-        return load if load and not load.ended and load.job_id is None else None
-
-    def _is_old(self, load: _Load) -> bool:
+    def _is_old(self, load: Fetch) -> bool:
         return self._idle_time() - load.idle_before > _FRESH_S
 
     def _idle_time(self) -> float:
@@ -225,7 +227,7 @@ class HandoffReceiver:
         since = self._idle_since
         return self._idle + (0.0 if since is None else self._clock() - since)
 
-    def _ask_again(self, load: _Load, lease: Lease) -> int | None:
+    def _ask_again(self, load: Fetch, lease: Lease) -> int | None:
         slow = lease.received - load.asked_at > _FRESH_S
         load.slow_answers = load.slow_answers + 1 if slow else 0
         # With data parallelism, other ranks may keep an engine from its next step again and again.
@@ -240,7 +242,7 @@ class HandoffReceiver:
         self._ask(load)
         return None
 
-    def _answered(self, load: _Load, future: "Future[Lease]") -> bool:
+    def _answered(self, load: Fetch, future: "Future[Lease]") -> bool:
         if not future.done():
             if self._clock() < load.answer_by:
                 return False
@@ -288,7 +290,7 @@ class HandoffReceiver:
             return f"blocks {found} of the groups granted, {expected} asked for"
         return None
 
-    def _give_up(self, load: _Load, kind: str, text: str) -> None:
+    def _give_up(self, load: Fetch, kind: str, text: str) -> None:
         self._stats.fail(kind)
         logger.warning(
             "Request %s computes its prompt here: the KV of engine %r cannot be used (%s: %s)",
@@ -299,7 +301,7 @@ class HandoffReceiver:
         )
         self._release(load)
 
-    def _release(self, load: _Load) -> None:
+    def _release(self, load: Fetch) -> None:
         if load.future is not None:
             if not load.future.cancel() and load.future.exception() is None:
                 load.lease = load.future.result()
@@ -309,21 +311,20 @@ class HandoffReceiver:
                 self._channel.release(lease)
         load.lease = load.former = None
 
-    def allocated(self, request: EngineRequest, blocks: RequestBlocks, num_external: int) -> bool:
+    def allocated(self, load: Fetch, blocks: RequestBlocks, num_external: int) -> bool:
         """vLLM has allocated blocks for `num_external` tokens of a hand-off; 0: it wants none.
 
         Returns:
             Whether they are loaded without the KV of this engine's drafter.
         """
-        load = self._waiting(request.request_id)
-        if load is None:
+        if not load.waits:
             return False
         if num_external <= 0:
             self._release(load)
             return False
         lease = load.lease
         assert lease is not None, "tokens are matched only with a lease"
-        spec = self._spec(request.request_id, lease, blocks.get_block_ids(), num_external)
+        spec = self._spec(load, lease, blocks.get_block_ids(), num_external)
         load.job_id = self._ledger.start(
             spec.blocks, lambda failure: self._job_ended(load, num_external, failure)
         )
@@ -344,8 +345,9 @@ class HandoffReceiver:
             )
 
     def _spec(
-        self, request_id: str, lease: Lease, tables: Sequence[Sequence[int]], num_external: int
+        self, load: Fetch, lease: Lease, tables: Sequence[Sequence[int]], num_external: int
     ) -> LoadSpec:
+        request_id = load.request.request_id
         peer = lease.handshake_reply.compatibility
         end = lease.granted.num_tokens
         blocks: list[tuple[int, Sequence[int]]] = []
@@ -378,7 +380,7 @@ class HandoffReceiver:
                 skipped = max(0, index * ours.block_size // theirs.block_size - first)
                 first += skipped
                 cut = -(-first * theirs.block_size // ours.block_size) - index
-                self._note_incomplete(request_id, block_ids[lead : lead + max(0, cut)])
+                self._note_incomplete(load, block_ids[lead : lead + max(0, cut)])
             blocks.append((index, block_ids[lead:]))
             shards.append(len(numbers))
             for number in numbers:
@@ -397,9 +399,10 @@ class HandoffReceiver:
             source=None if peer.has_bytes_of(self._compatibility) else peer,
         )
 
-    def _note_incomplete(self, request_id: str, block_ids: Sequence[int]) -> None:
+    def _note_incomplete(self, load: Fetch, block_ids: Sequence[int]) -> None:
         if noted := set(block_ids) - {NULL_BLOCK_ID}:
-            self.incomplete.setdefault(request_id, set()).update(noted)
+            load.incomplete |= noted
+            self.incomplete[load] = None
 
     def build(self, meta: CopyWork, *, computes: bool) -> None:
         """Add this step's loads to `meta`.
@@ -419,7 +422,7 @@ class HandoffReceiver:
         if self._idle_since is None:
             self._idle_since = self._clock()
 
-    def _job_ended(self, load: _Load, num_tokens: int, failure: str | None) -> None:
+    def _job_ended(self, load: Fetch, num_tokens: int, failure: str | None) -> None:
         load.job_id = None
         load.ended = True
         self._release(load)
@@ -427,12 +430,12 @@ class HandoffReceiver:
             self._void.append(load.request)
             return
         if failure == LEASE_EXPIRED:  # no fault: there was more to load than the lease's time
-            self.incomplete.pop(load.request.request_id, None)
+            self.incomplete.pop(load, None)
             self._stats.fail(failure)
             self._late.append(load.request)
             return
         if failure is not None:
-            self.incomplete.pop(load.request.request_id, None)
+            self.incomplete.pop(load, None)
         if failure is None:
             self._stats.count("handoffs_received")
             self._stats.count("tokens_loaded", num_tokens)
@@ -441,26 +444,32 @@ class HandoffReceiver:
             self._stats.fail(failure)
         self._failed.append(load.request)
 
-    def refuse(self, request_id: str, reason: str, text: str) -> None:
+    def refuse(self, load: Fetch, reason: str, text: str) -> None:
         """Load nothing for a request after all."""
-        load = self._waiting(request_id)
-        if load is not None:
+        if load.waits:
             load.ended = True
             self._give_up(load, reason, text)
 
-    def suspend(self) -> None:
+    def suspend(self, loads: Iterable[Fetch]) -> None:
         """The engine's weights may have changed: what is being loaded now is not used, as it would
-        come before that is known."""
-        for load in self._loads.values():
+        come before that is known.
+
+        Args:
+            loads: of all requests that have not ended.
+        """
+        for load in loads:
             if load.job_id is not None:
                 load.void = True
 
-    def void(self) -> None:
+    def void(self, loads: Iterable[Fetch]) -> None:
         """The engine's weights have changed: void all lease requests, leases and loads.
 
         Their KV is of the former weights. This engine computes the prompts.
+
+        Args:
+            loads: of all requests that have not ended.
         """
-        for load in self._loads.values():
+        for load in loads:
             if load.ended or load.void:
                 continue
             load.void = True
@@ -483,12 +492,9 @@ class HandoffReceiver:
         failed, self._failed = self._failed, []
         return failed
 
-    def finish(self, request_id: str) -> None:
+    def finish(self, load: Fetch) -> None:
         """The request is over, maybe before its KV came: end its lease, or stop its load."""
-        load = self._loads.pop(request_id, None)
-        self.incomplete.pop(request_id, None)
-        if load is None:
-            return
+        self.incomplete.pop(load, None)
         if load.job_id is None:
             self._release(load)
         else:

@@ -47,7 +47,9 @@ _FINISHED_WELL: Final = frozenset(
 
 
 @dataclass(slots=True, eq=False)
-class _Send:
+class Send:
+    """A request's hand-off: its prompt, its slots once it has some, and the copies to them."""
+
     request: EngineRequest
     prompt: Prompt
     first_blocks: list[int]
@@ -76,8 +78,8 @@ class HandoffSender:
         on_complete: called when a hand-off may have become ready, or void.
 
     Attributes:
-        waiting: requests that wait for room, by id, in the order in which they are given some.
-        admitted: requests that have slots, by id.
+        waiting: what waits for room, in the order in which it is given some. All values are None.
+        admitted: what has slots. All values are None.
     """
 
     def __init__(
@@ -111,15 +113,14 @@ class HandoffSender:
         self._clock = context.clock
         self._stats = context.stats
         self._on_complete = on_complete
-        self._sends: dict[str, _Send] = {}
-        self.admitted: dict[str, _Send] = {}
-        self._copying: dict[int, _Send] = {}  # by job, also for requests that are over
+        self.admitted: dict[Send, None] = {}
+        self._copying: dict[int, Send] = {}  # by job, also for requests that are over
         self._spoiled: set[int] = set()  # jobs whose blocks hold what no model has computed
-        self.waiting: OrderedDict[str, _Send] = OrderedDict()
+        self.waiting: OrderedDict[Send, None] = OrderedDict()
         # The pool's count of releases when the first of them found no room.
         self._tried: int | None = None
 
-    def add(self, request: EngineRequest, prompt: Prompt, refusal: str | None = None) -> None:
+    def add(self, request: EngineRequest, prompt: Prompt, refusal: str | None = None) -> Send:
         """A request that asks for a hand-off has arrived.
 
         Args:
@@ -128,26 +129,23 @@ class HandoffSender:
         """
         first_blocks = [group.needed(prompt.num_tokens).start for group in self._groups]
         keys = [_keys(group, prompt) for group in self._groups]
-        self._sends[request.request_id] = _Send(
-            request, prompt, first_blocks, keys, copied=list(first_blocks), refusal=refusal
-        )
+        return Send(request, prompt, first_blocks, keys, copied=list(first_blocks), refusal=refusal)
 
-    def may_schedule(self, request_id: str) -> bool:
+    def may_schedule(self, send: Send) -> bool:
         """False while the request must wait for room in the arena."""
-        send = self._sends.get(request_id)
-        if send is None or send.handoff is not None or send.refusal is not None:
+        if send.handoff is not None or send.refusal is not None:
             return True
         if send.wait_until is None:
             send.wait_until = self._clock() + self._arena_wait
-            self.waiting[request_id] = send
+            self.waiting[send] = None
         self.admit()
-        return request_id not in self.waiting
+        return send not in self.waiting
 
     def admit(self) -> None:
         """Give room to the waiting requests in their order, so that smaller ones cannot overtake a
         large one for ever. Only the first is tried, and only when slots were released."""
         while self.waiting:
-            request_id, send = next(iter(self.waiting.items()))
+            send = next(iter(self.waiting))
             if self._tried != self._pool.releases:
                 self._tried = self._pool.releases
                 try:
@@ -155,16 +153,16 @@ class HandoffSender:
                 except ArenaFullError as error:
                     self._refuse(send, "prompt_too_long", str(error))
             if send.handoff is not None:
-                self.admitted[request_id] = send
+                self.admitted[send] = None
             elif send.refusal is None:
                 if self._clock() < (send.wait_until or 0.0):
                     return
                 text = f"no room in the arena for {self._arena_wait:g} s"
                 self._refuse(send, "arena_full", text)
-            del self.waiting[request_id]
+            del self.waiting[send]
             self._tried = None
 
-    def _refuse(self, send: _Send, reason: str, text: str) -> None:
+    def _refuse(self, send: Send, reason: str, text: str) -> None:
         send.refusal = reason
         self._stats.fail(reason)
         logger.warning("Request %s is not handed off: %s", send.request.request_id, text)
@@ -179,7 +177,8 @@ class HandoffSender:
         if self.waiting:
             self.admit()
         scheduled = scheduler_output.num_scheduled_tokens
-        for request_id, send in self.admitted.items():  # fewer than those that decode
+        for send in self.admitted:  # fewer than those that decode
+            request_id = send.request.request_id
             tokens = scheduled.get(request_id)
             if tokens is None or send.handoff is None or send.refusal is not None:
                 continue
@@ -187,7 +186,7 @@ class HandoffSender:
             if ready:
                 meta.saves |= self._start(send, send.handoff, ready, blocks_of(request_id))
 
-    def _filled_blocks(self, send: _Send, computed: int) -> list[Block]:
+    def _filled_blocks(self, send: Send, computed: int) -> list[Block]:
         """Blocks that this step fills and that no job copies yet."""
         ends = computed >= send.prompt.num_tokens
         filled: list[Block] = []
@@ -203,7 +202,7 @@ class HandoffSender:
         return filled
 
     def _start(
-        self, send: _Send, handoff: Handoff, filled: list[Block], blocks: RequestBlocks
+        self, send: Send, handoff: Handoff, filled: list[Block], blocks: RequestBlocks
     ) -> dict[int, SaveSpec]:
         """Start the job that copies these blocks, unless other hand-offs have them copied."""
         chosen = self._directory.copying(handoff, filled)
@@ -231,7 +230,7 @@ class HandoffSender:
 
     def _job_ended(
         self,
-        send: _Send,
+        send: Send,
         handoff: Handoff,
         job_id: int,
         blocks: list[Block],
@@ -284,7 +283,7 @@ class HandoffSender:
         for handoff, blocks in self._unsettled:
             self._directory.unfilled(handoff, blocks)
         self._unsettled.clear()
-        for request_id, send in list(self.admitted.items()):
+        for send in list(self.admitted):
             self._ledger.revoke(send.jobs)
             if send.request.num_computed_tokens:
                 self._refuse(send, "weights_changed", "the prefix cache was reset meanwhile")
@@ -293,20 +292,23 @@ class HandoffSender:
             send.wait_until = None
             send.jobs = {}
             send.block_ids.clear()
-            del self.admitted[request_id]
+            del self.admitted[send]
             send.copied = list(send.first_blocks)
         self._on_complete()
         return voided
 
-    def refuse(self, request_id: str, reason: str, text: str) -> None:
+    def refuse(self, send: Send, reason: str, text: str) -> None:
         """Do not hand a request off after all."""
-        send = self._sends.get(request_id)
-        if send is None or send.refusal is not None:
+        if send.refusal is not None:
             return
         self._refuse(send, reason, text)
-        if self.waiting.pop(request_id, None) is not None:
-            self._tried = None
+        self._waits_no_more(send)
         self._abandon(send)
+
+    def _waits_no_more(self, send: Send) -> None:
+        if send in self.waiting:
+            del self.waiting[send]
+            self._tried = None
 
     def blocks_void(self, block_ids: set[int], spoiled: Container[str]) -> None:
         """These KV blocks hold what no model has computed, and vLLM computes them anew. Copies of
@@ -315,9 +317,9 @@ class HandoffSender:
         Args:
             spoiled: requests that go on with some of them.
         """
-        for request_id, send in self.admitted.items():
+        for send in self.admitted:
             if send.refusal is None and (
-                request_id in spoiled or not send.block_ids.isdisjoint(block_ids)
+                send.request.request_id in spoiled or not send.block_ids.isdisjoint(block_ids)
             ):
                 self._refuse(send, "load_failed", "a load of another connector has failed")
         for job_id, send in self._copying.items():
@@ -328,7 +330,7 @@ class HandoffSender:
             if send.handoff is not None and job_id in send.jobs:
                 self._directory.close_holders(send.handoff, send.jobs[job_id])
 
-    def _abandon(self, send: _Send) -> None:
+    def _abandon(self, send: Send) -> None:
         if send.handoff is not None:
             self._directory.close(send.handoff.token)
             # Copies that other hand-offs wait for go on.
@@ -336,14 +338,11 @@ class HandoffSender:
                 if not self._directory.wanted(send.handoff, blocks):
                     self._ledger.revoke([job_id])
 
-    def finish(self, request: EngineRequest) -> dict[str, Any] | None:
+    def finish(self, send: Send) -> dict[str, Any] | None:
         """The request is over; returns the answer for the router, None where there is none."""
-        send = self._sends.pop(request.request_id, None)
-        self.admitted.pop(request.request_id, None)
-        if send is None:
-            return None
-        if self.waiting.pop(request.request_id, None) is not None:
-            self._tried = None
+        request = send.request
+        self.admitted.pop(send, None)
+        self._waits_no_more(send)
         handoff = send.handoff
         well = request.status.name in _FINISHED_WELL
         ends = [first + len(keys) for first, keys in zip(send.first_blocks, send.keys, strict=True)]
@@ -368,7 +367,7 @@ class HandoffSender:
 
 
 def _spec(
-    send: _Send,
+    send: Send,
     handoff: Handoff,
     chosen: list[Block],
     tables: list[Sequence[EngineBlock]],

@@ -8,9 +8,10 @@ thread asks here for each request that arrives.
 
 import logging
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 from omni_connector.net.orders import NO_ORDERS, ROLES, Orders, Phase, Role, Service
+from omni_connector.requests.state import Refusals, Requests
 from omni_connector.runtime.context import EngineContext
 
 logger = logging.getLogger("vllm.omni_connector.handoff")
@@ -28,18 +29,6 @@ _EXIT_S: Final = 2.0
 
 # Largest part of vLLM's shutdown time-out that `_EXIT_S` may take.
 _EXIT_PART: Final = 0.25
-
-
-class Refusals(NamedTuple):
-    """Why an engine takes no part in a hand-off, as it was when the request arrived.
-
-    Attributes:
-        offer: why the hand-off is not offered; None where it is.
-        fetch: why the KV is not fetched; None where it is.
-    """
-
-    offer: str | None
-    fetch: str | None
 
 
 def roles_of(kv_role: str, *, handoff: bool) -> tuple[Role, ...]:
@@ -61,6 +50,7 @@ class ServingState:
     Args:
         roles: as `roles_of` says.
         context: clock and statistics.
+        requests: those that have not ended.
         busy: whether hand-offs are open, or copies are under way; asked on any thread.
     """
 
@@ -68,6 +58,7 @@ class ServingState:
         self,
         roles: tuple[Role, ...],
         context: EngineContext,
+        requests: Requests,
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self.busy = busy
@@ -76,8 +67,7 @@ class ServingState:
         self._role: Role | None = roles[0] if roles else None
         self._drain = False
         self._leave_by: float | None = None
-        self._requests: set[str] = set()
-        self._arrived = 0
+        self._requests = requests
         self._orders = NO_ORDERS
         self._told: tuple[str, ...] = ()
 
@@ -90,11 +80,6 @@ class ServingState:
     def has_requests(self) -> bool:
         """Whether there are requests that have not ended."""
         return bool(self._requests)
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that have not ended."""
-        return len(self._requests)
 
     @property
     def phase(self) -> Phase:
@@ -122,16 +107,6 @@ class ServingState:
         """Why no KV is fetched for a request; None where it is. An engine that drains fetches: else
         prefills that are finished would be computed once more."""
         return PREFILL_ROLE if self._role == "prefill" else None
-
-    def begins(self, request_id: str) -> None:
-        """A request has arrived. Call this before its hand-off is asked for: so an engine that is
-        found drained has offered nothing since it was told to drain."""
-        self._requests.add(request_id)
-        self._arrived += 1
-
-    def ends(self, request_id: str) -> None:
-        """A request has ended, and its hand-off, if there is one, has begun."""
-        self._requests.discard(request_id)
 
     def follow(self, orders: Orders) -> bool:
         """Obey the orders that are there now, on the control channel's thread.
@@ -177,6 +152,6 @@ class ServingState:
             phase=self.phase,
             role=self._role,
             roles=self._roles,
-            requests=self.num_requests,
-            arrived=self._arrived,
+            requests=len(self._requests),
+            arrived=self._requests.arrived,
         )

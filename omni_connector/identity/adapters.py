@@ -15,6 +15,7 @@ workers load another version under them, no KV of the adapter is shared until th
 import enum
 import hashlib
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -64,6 +65,15 @@ class AdaptedRequest(Protocol):
     def request_id(self) -> str: ...
     @property
     def lora_request(self) -> Adapter | None: ...
+
+
+class AskedFor(Protocol):
+    """What is known of a request, as far as this module reads `RequestState`."""
+
+    adapter_asked: tuple[float, int] | None
+
+    @property
+    def request(self) -> AdaptedRequest: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +154,9 @@ class AdapterContents:
         # By id: the version that each rank has.
         self._loaded: BoundedMap[int, dict[int, str]] = BoundedMap(_MAX_ADAPTERS)
         self._computed: dict[tuple[str, str], _Computed] = {}
-        self._live: dict[str, tuple[str, str]] = {}  # name and path, by request id
+        self._live: Counter[tuple[str, str]] = Counter()  # requests, by name and path
         # Of requests whose last step is being told. Their ids may have been given to others.
         self._ending: list[tuple[str, str]] = []
-        self._waiting: dict[str, tuple[float, int]] = {}
         self._steps = 0
 
     def begins(self, request: AdaptedRequest) -> None:
@@ -155,24 +164,24 @@ class AdapterContents:
         lora = request.lora_request
         if lora is not None:
             self.used = True
-            self._live[request.request_id] = lora.lora_name, lora.lora_path
+            self._live[lora.lora_name, lora.lora_path] += 1
 
-    def arrives(self, request: AdaptedRequest) -> bool:
+    def arrives(self, state: AskedFor) -> bool:
         """Whether a new request has to wait until its adapter is read. If so, ask `waits` later."""
-        lora = request.lora_request
+        lora = state.request.lora_request
         if lora is None:
             return False
         if self._fresh(lora) and self._is_loaded(lora):
             return False
-        self._waiting[request.request_id] = self._clock(), self._steps
+        state.adapter_asked = self._clock(), self._steps
         return True
 
-    def waits(self, request: AdaptedRequest) -> bool:
+    def waits(self, state: AskedFor) -> bool:
         """Whether a request that had to wait still has to."""
-        arrived = self._waiting.get(request.request_id)
-        if arrived is None or request.lora_request is None:
+        request = state.request
+        if state.adapter_asked is None or request.lora_request is None:
             return False
-        since, steps = arrived
+        since, steps = state.adapter_asked
         if self._clock() >= since + WAIT_S:
             return False
         if not self._is_loaded(request.lora_request) and self._steps < steps + _REPORT_STEPS:
@@ -182,14 +191,13 @@ class AdapterContents:
             return False
         return not self._fresh(request.lora_request)
 
-    def goes_on(self, request_id: str) -> bool:
-        """End the wait of a request, if it waits; returns whether it did."""
-        return self._waiting.pop(request_id, None) is not None
-
-    def ends(self, request_id: str) -> None:
+    def ends(self, request: AdaptedRequest) -> None:
         """A request is over. What was loaded in its last step is told after that."""
-        name = self._live.pop(request_id, None)
-        if name is not None:
+        if (lora := request.lora_request) is not None:
+            name = lora.lora_name, lora.lora_path
+            self._live[name] -= 1
+            if not self._live[name]:
+                del self._live[name]
             self._ending.append(name)
 
     def step_ended(self) -> None:
@@ -218,7 +226,7 @@ class AdapterContents:
 
     def _is_live(self, name: tuple[str, str]) -> bool:
         """Whether requests are being computed with an adapter of this name and path."""
-        return name in self._live.values() or name in self._ending
+        return name in self._live or name in self._ending
 
     def _computes(self, name: tuple[str, str], version: str | None, epoch: int) -> bool:
         if name not in self._computed and len(self._computed) >= _MAX_ADAPTERS:

@@ -59,6 +59,7 @@ from omni_connector.prefix.saves import PrefixSaves
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.prefix.tails import Tails, keeps_tails
 from omni_connector.prefix.thinking import ThinkingTokens
+from omni_connector.requests.state import Requests
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.metric_names import COUNTERS
 from omni_connector.runtime.trace import FileTrace
@@ -244,7 +245,8 @@ class _Assembly:
         with_arena = _has_arena(config, vllm_config, kv_cache_config)
         self._directory = self._new_directory() if with_arena else None
         roles = roles_of(str(transfer.kv_role), handoff=config.handoff)
-        self._serving = ServingState(roles, self._context)
+        self._requests = Requests()
+        self._serving = ServingState(roles, self._context, self._requests)
         self._status = self._new_status()
         self._periodic_tasks = PeriodicTasks(
             self._folder,
@@ -298,6 +300,7 @@ class _Assembly:
                 self._serving,
                 self._context.clock,
             ),
+            requests=self._requests,
             serving=self._serving,
             undrafted=UndraftedBlocks(self._drafted_groups()),
             spoiled=UndraftedBlocks(

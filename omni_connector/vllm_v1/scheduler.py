@@ -28,9 +28,9 @@ from omni_connector.handoff.params import (
 )
 from omni_connector.handoff.periodic_tasks import PeriodicTasks
 from omni_connector.handoff.prompt import Prompt
-from omni_connector.handoff.receiver import HandoffReceiver
-from omni_connector.handoff.sender import HandoffSender
-from omni_connector.handoff.serving import UNSERVED, Refusals, ServingState
+from omni_connector.handoff.receiver import Fetch, HandoffReceiver
+from omni_connector.handoff.sender import HandoffSender, Send
+from omni_connector.handoff.serving import UNSERVED, ServingState
 from omni_connector.handoff.truncation import (
     TRUNCATED,
     computes_all,
@@ -45,7 +45,7 @@ from omni_connector.identity.full_digest import WeightFilesDigest
 from omni_connector.kv.spans import NULL_BLOCK_ID
 from omni_connector.net.warnings import Warnings
 from omni_connector.prefix.shared_prefix import SharedPrefix
-from omni_connector.requests.state import RequestState
+from omni_connector.requests.state import Refusals, Requests, RequestState
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.trace import now
 from omni_connector.vllm_v1.compat import (
@@ -127,6 +127,8 @@ class OmniScheduler:
         weight_files: makes the digest of the weights' files, closed with this; None makes none.
         events: of arena and store, for vLLM to publish; None where it publishes none.
         report: tells vLLM and the status file what was counted; closed with this.
+        requests: all that vLLM has; whatever they ask for, others find what they compute in its own
+            cache.
         serving: which hand-offs this engine takes part in now.
         undrafted: which blocks lack the drafter's KV.
         spoiled: which blocks hold what was computed upon blocks that another connector failed to
@@ -153,6 +155,7 @@ class OmniScheduler:
         weight_files: WeightFilesDigest | None,
         events: KVEvents | None,
         report: SchedulerReport,
+        requests: Requests,
         serving: ServingState,
         undrafted: UndraftedBlocks,
         spoiled: UndraftedBlocks,
@@ -170,8 +173,8 @@ class OmniScheduler:
         self._channel = channel
         self._directory = directory
         self._sender = sender
-        self._waiting: Collection[str] = sender.waiting if sender is not None else ()
-        self._admitted: Collection[str] = sender.admitted if sender is not None else ()
+        self._waiting: Collection[Send] = sender.waiting if sender is not None else ()
+        self._admitted: Collection[Send] = sender.admitted if sender is not None else ()
         self._incomplete = receiver.incomplete if receiver is not None else {}
         self._receiver = receiver
         self._shared = shared
@@ -203,8 +206,7 @@ class OmniScheduler:
         uncached = uncached_groups(kv_cache_config)
         self._cached = tuple(each for each in self._transferred if each not in uncached)
         self._replay = replay(kv_cache_config)
-        # All that vLLM has: whatever they ask for, others find what they compute in its own cache.
-        self._states: dict[str, RequestState] = {}
+        self._states = requests
         self._void: tuple[list[int], list[int]] = [], []
         # Beside other connectors: the blocks, by group, of requests that have ended, and how many
         # of the steps that were under way then have not ended.
@@ -228,9 +230,12 @@ class OmniScheduler:
         if self._weights.known:  # they are fixed
             return
         if self._receiver is not None:
-            self._receiver.suspend()
+            self._receiver.suspend(self._fetches())
         if self._shared is not None:
             self._shared.suspend()
+
+    def _fetches(self) -> Iterator[Fetch]:
+        return (each.fetch for each in self._states.values() if each.fetch is not None)
 
     def _take_weights(self, answers: Iterable[RankWeights]) -> None:
         """Ranks have said which weights they have."""
@@ -274,25 +279,23 @@ class OmniScheduler:
 
         It does not for ever: after that it is computed, and nothing of it is shared."""
         self._weights.ask()
-        request = state.request
-        request_id = request.request_id
-        if self._shared is None and not request.kv_transfer_params:
+        if self._shared is None and not state.request.kv_transfer_params:
             # If workers are called before the first answer, nothing tells which weights computed
             # what is in vLLM's cache then.
             return self._weights.waits and not self._weights.begun
         if self._weights.waits:
             return True
-        self._adapters.goes_on(request_id)
+        state.adapter_asked = None
         if state.not_begun is not None:
             state.not_begun = None
-            self._begin_alone(request, "weights_unknown")
+            self._begin_alone(state, "weights_unknown")
             self._stats.fail("weights_unknown")
         if self._shared is not None and state.prefix is not None:
             self._shared.share_nothing(state.prefix)
-        if self._sender is not None:
-            self._sender.refuse(request_id, "weights_unknown", _UNKNOWN)
-        if self._receiver is not None:
-            self._receiver.refuse(request_id, "weights_unknown", _UNKNOWN)
+        if self._sender is not None and state.send is not None:
+            self._sender.refuse(state.send, "weights_unknown", _UNKNOWN)
+        if self._receiver is not None and state.fetch is not None:
+            self._receiver.refuse(state.fetch, "weights_unknown", _UNKNOWN)
         return False
 
     def _void_all(self) -> None:
@@ -304,7 +307,7 @@ class OmniScheduler:
         elif self._directory is not None:  # it hands nothing off, so nobody has a lease
             self._directory.void()
         if self._receiver is not None:
-            self._receiver.void()
+            self._receiver.void(self._fetches())
         if self._shared is not None:
             self._shared.void()
 
@@ -350,10 +353,9 @@ class OmniScheduler:
 
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived: ask for its KV elsewhere, or prepare to hand it off."""
-        self._serving.begins(request.request_id)
         self._follow_weights()
         hints = take_hints(request, self._shared, self._stats, self._hint_warnings)
-        state = self._states[request.request_id] = RequestState(request, hints)
+        state = self._states.arrive(request, hints)
         drop_unusable(request, self._stats)
         self._adapters.begins(request)
         hashes = complete_hashes(request, self._hash_block_size, self._dtype)
@@ -361,29 +363,30 @@ class OmniScheduler:
             return
         if not hashes:
             self._stats.fail("prompt_embeds")
-            self._begin_alone(request, "prompt_embeds")
+            self._begin_alone(state, "prompt_embeds")
             return
         refusals = self._serving.refusals()
-        if self._adapters.arrives(request) or not self._weights.known:
+        if self._adapters.arrives(state) or not self._weights.known:
             state.not_begun = refusals
         else:
             self._begin(state, refusals)
 
-    def _begin_alone(self, request: "Request", reason: str) -> None:
+    def _begin_alone(self, state: RequestState, reason: str) -> None:
         """Begin a request that nothing is fetched for, and that is not handed off."""
+        request = state.request
         params = request.kv_transfer_params or {}
         if self._receiver is not None:
             self._receiver.decline(params)
         if wants_handoff(params) and self._sender is not None:
-            self._sender.add(request, Prompt(token_ids=(), num_tokens=0), reason)
+            state.send = self._sender.add(request, Prompt(token_ids=(), num_tokens=0), reason)
 
     def _begin(self, state: RequestState, refusals: Refusals) -> None:
         request = state.request
         adapter = self._adapters.content(request, self._weights.number)
         if adapter is None:
-            self._begin_alone(request, "adapter_unknown")
+            self._begin_alone(state, "adapter_unknown")
             return
-        self._follow_params(request, adapter, refusals)
+        self._follow_params(state, adapter, refusals)
         # A session's tokens may change, and those in the place of embeddings name no drafter's KV.
         named = request.prompt_embeds is None or not self._tokens_ahead
         if self._shared is not None and named and not request.resumable:
@@ -396,13 +399,14 @@ class OmniScheduler:
                 opaque=opaque_parts(request),
             )
 
-    def _follow_params(self, request: "Request", adapter: str, refusals: Refusals) -> None:
+    def _follow_params(self, state: RequestState, adapter: str, refusals: Refusals) -> None:
+        request = state.request
         params = request.kv_transfer_params
         if not params:
             return
         if wants_remote_kv(params) and self._receiver is not None:
             try:
-                self._fetch(self._receiver, request, params, adapter, refusals.fetch)
+                self._fetch(self._receiver, state, params, adapter, refusals.fetch)
             except BadParamsError as error:
                 self._stats.fail(error.reason)
                 logger.warning(
@@ -412,16 +416,17 @@ class OmniScheduler:
                     error,
                 )
         if wants_handoff(params) and self._sender is not None:
-            self._offer(self._sender, request, params, adapter, refusals.offer)
+            state.send = self._offer(self._sender, request, params, adapter, refusals.offer)
 
     def _fetch(
         self,
         receiver: HandoffReceiver,
-        request: "Request",
+        state: RequestState,
         params: Mapping[str, Any],
         adapter: str,
         refusal: str | None,
     ) -> None:
+        request = state.request
         remote = parse_remote_prefill(params)
         if refusal is not None:
             self._stats.fail(refusal)
@@ -451,7 +456,7 @@ class OmniScheduler:
             # server has refused.
             receiver.reject(remote)
         elif not receiver.is_short(remote, prompt.num_tokens):
-            receiver.add(request, remote, prompt)
+            state.fetch = receiver.add(request, remote, prompt)
             self._trace.begin(request.request_id, "lease")
 
     def _prompt(
@@ -467,7 +472,7 @@ class OmniScheduler:
         params: Mapping[str, Any],
         adapter: str,
         refusal: str | None,
-    ) -> None:
+    ) -> Send:
         # A connector beside this one has truncated it, and lets it answer one token.
         truncated = params.get(TRUNCATED) is True and request.max_tokens == 1
         num_tokens = request.num_prompt_tokens - (0 if truncated else self._tokens_left)
@@ -478,11 +483,9 @@ class OmniScheduler:
             logger.warning(
                 "Request %s is not handed off (prompt_embeds: %s)", request.request_id, _NO_TOKENS
             )
-            sender.add(request, Prompt(token_ids=(), num_tokens=0), refusal="prompt_embeds")
-            return
+            return sender.add(request, Prompt(token_ids=(), num_tokens=0), refusal="prompt_embeds")
         if num_tokens < 1:
-            sender.add(request, prompt, refusal="nothing_to_hand_off")
-            return
+            return sender.add(request, prompt, refusal="nothing_to_hand_off")
         if refusal is not None:
             if self._alone and may_be_cut(request):
                 cut(request)
@@ -505,24 +508,24 @@ class OmniScheduler:
                 logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)
         else:
             self._trace.begin(request.request_id, "queued")
-        sender.add(request, prompt, refusal)
+        return sender.add(request, prompt, refusal)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How many tokens beyond these can be loaded; see `KVConnectorBase_V1`."""
-        if request.request_id in self._waiting:
+        state = self._states[request.request_id]
+        if state.send in self._waiting:
             return _ASK_AGAIN  # vLLM asks in each step for each of them: nothing else is looked at
         if self._incomplete and self._uncache_incomplete():
             return _ASK_AGAIN  # vLLM may have found such a block for this request just now
         self._follow_weights()
-        state = self._states[request.request_id]
         if not self._weights.known and self._waits_for_weights(state):
             return _ASK_AGAIN
-        if self._adapters.used:
-            if self._adapters.waits(request):
+        if state.adapter_asked is not None:
+            if self._adapters.waits(state):
                 return _ASK_AGAIN
-            self._adapters.goes_on(request.request_id)
+            state.adapter_asked = None
         if state.not_begun is not None:
             refusals, state.not_begun = state.not_begun, None
             self._begin(state, refusals)
@@ -530,18 +533,17 @@ class OmniScheduler:
         self._undrafted.asked(request.request_id, num_computed_tokens)
         self._spoiled.asked(request.request_id, num_computed_tokens)
         matched: int | None = 0
-        if request.kv_transfer_params:
-            request_id = request.request_id
-            if (
-                self._sender is not None
-                and not self._sender.may_schedule(request_id)
-                and not self._periodic_tasks.ended()
-            ):
-                return _ASK_AGAIN
-            if self._receiver is not None:
-                matched = self._receiver.matched_tokens(request_id, num_computed_tokens)
-                if matched is not None:
-                    self._trace.begin(request_id, "room", after="lease")
+        if (
+            self._sender is not None
+            and state.send is not None
+            and not self._sender.may_schedule(state.send)
+            and not self._periodic_tasks.ended()
+        ):
+            return _ASK_AGAIN
+        if self._receiver is not None and state.fetch is not None:
+            matched = self._receiver.matched_tokens(state.fetch, num_computed_tokens)
+            if matched is not None:
+                self._trace.begin(request.request_id, "room", after="lease")
         state.handed_off = bool(matched)
         prefix = state.prefix
         if self._shared is not None and prefix is not None and matched is not None:
@@ -579,9 +581,9 @@ class OmniScheduler:
         lacks_drafter = False
         if num_external > 0:
             self._room.begins(state)
-        if self._receiver is not None and request.kv_transfer_params:
+        if self._receiver is not None and state.fetch is not None:
             lacks_drafter = self._receiver.allocated(
-                request, blocks, 0 if from_store else num_external
+                state.fetch, blocks, 0 if from_store else num_external
             )
             phase = "load" if num_external > 0 and not from_store else "scheduling"
             self._trace.begin(request.request_id, phase, after="room")
@@ -602,8 +604,8 @@ class OmniScheduler:
     def _give_to_nobody(self, state: RequestState, reason: str, text: str) -> None:
         """A request has blocks that lack KV, which others would expect there."""
         self._keep_nothing(state)
-        if self._sender is not None:
-            self._sender.refuse(state.request.request_id, reason, text)
+        if self._sender is not None and state.send is not None:
+            self._sender.refuse(state.send, reason, text)
 
     def _keep_nothing(self, state: RequestState) -> None:
         if self._shared is not None and state.prefix is not None:
@@ -632,10 +634,10 @@ class OmniScheduler:
         """
         blocks = self._manager.block_pool.blocks
         found = False
-        for request_id, block_ids in list(self._incomplete.items()):
-            if any(blocks[each].block_hash is not None for each in block_ids):
-                self._manager.evict_blocks(block_ids)
-                del self._incomplete[request_id]
+        for fetch in list(self._incomplete):
+            if any(blocks[each].block_hash is not None for each in fetch.incomplete):
+                self._manager.evict_blocks(fetch.incomplete)
+                del self._incomplete[fetch]
                 found = True
         return found
 
@@ -793,12 +795,11 @@ class OmniScheduler:
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
         """The request is over, in whatever way; see `SupportsHMA`."""
         self._follow_weights()
-        state = self._states.pop(request.request_id)
+        state = self._states[request.request_id]
         self._room.ends(state)
-        self._adapters.goes_on(request.request_id)
         if state.not_begun is not None and self._receiver is not None:
             self._receiver.decline(request.kv_transfer_params or {})  # nothing was asked for yet
-        self._adapters.ends(request.request_id)
+        self._adapters.ends(request)
         if self._shared is not None and state.prefix is not None:
             blocks_of = self._blocks_of if self._weights.known else None
             self._shared.finish(state.prefix, blocks_of)
@@ -807,14 +808,13 @@ class OmniScheduler:
         if not self._alone and self._computing:
             self._left.append((self._ids_of(request), len(self._computing)))
         answer: dict[str, Any] | None = None
-        if request.kv_transfer_params:
-            if self._receiver is not None:
-                self._receiver.finish(request.request_id)
-            if self._sender is not None:
-                answer = self._sender.finish(request)
+        if self._receiver is not None and state.fetch is not None:
+            self._receiver.finish(state.fetch)
+        if self._sender is not None and state.send is not None:
+            answer = self._sender.finish(state.send)
         if self._trace.end(request.request_id) == "prefill":
             self._trace.span("answer", now(), request.request_id, request=request.request_id)
-        self._serving.ends(request.request_id)
+        self._states.end(request.request_id)
         return False, answer
 
     def copying(self) -> bool:

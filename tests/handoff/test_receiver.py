@@ -113,7 +113,7 @@ class Decode:
     def arrives(self) -> PendingLease:
         """A request that was prefilled elsewhere; what is sent for it."""
         prompt = Prompt(token_ids=range(TOKENS), num_tokens=TOKENS)
-        self.receiver.add(self.request, REMOTE, prompt)
+        self.fetch = self.receiver.add(self.request, REMOTE, prompt)
         self.receiver.build(self.work, computes=True)  # an engine that computes asks only once
         return self.channel.asked[-1]
 
@@ -137,12 +137,12 @@ class Decode:
         return lease
 
     def matched(self) -> int | None:
-        return self.receiver.matched_tokens("r", 0)
+        return self.receiver.matched_tokens(self.fetch, 0)
 
     def load(self, num_external: int = TOKENS) -> LoadSpec | None:
         """vLLM allocates blocks; the job that the next step starts."""
         blocks: Any = Blocks(range(1, 11), range(11, 21))
-        self.receiver.allocated(self.request, blocks, num_external)
+        self.receiver.allocated(self.fetch, blocks, num_external)
         self.receiver.build(self.work, computes=True)
         return next(iter(self.work.loads.values()), None)
 
@@ -196,7 +196,7 @@ def test_a_lease_is_released_with_the_end_of_its_load(decode: Decode) -> None:
     ((job_id, _),) = decode.work.loads.items()
     decode.ledger.report({job_id: 1}, {})
     assert decode.channel.released == [lease]
-    decode.receiver.finish("r")
+    decode.receiver.finish(decode.fetch)
     assert decode.channel.released == [lease]
 
 
@@ -211,7 +211,7 @@ def test_an_engine_that_was_idle_asks_again_and_holds_the_old_lease_meanwhile(
     assert decode.matched() is None
     assert len(decode.channel.asked) == 2
     assert not decode.channel.released
-    decode.receiver.finish("r")
+    decode.receiver.finish(decode.fetch)
     assert decode.channel.released == [lease]
 
 
@@ -289,7 +289,7 @@ def test_blocks_that_were_loaded_in_part_are_noted_until_their_load_fails(
     decode.lease(100.0)
     assert decode.matched() == TOKENS
     assert decode.load() is not None
-    decode.receiver.incomplete["r"] = {3}
+    decode.receiver.incomplete[decode.fetch] = None
     (job_id,) = decode.work.loads
     decode.ledger.report({job_id: 1}, {} if failure is None else {job_id: failure})
-    assert decode.receiver.incomplete == ({"r": {3}} if failure is None else {})
+    assert list(decode.receiver.incomplete) == ([decode.fetch] if failure is None else [])

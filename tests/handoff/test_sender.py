@@ -57,15 +57,15 @@ def sender(
 
 @pytest.fixture
 def waiting(sender: HandoffSender, make_prompt: Callable[..., Prompt]) -> dict[str, Any]:
-    """Requests that found no room, by id, the first of them the largest."""
-    requests: dict[str, Any] = {}
+    """What found no room, by the request's id, the first of it the largest."""
+    sends: dict[str, Any] = {}
     for name, length in (("large", 100), ("small", 20), ("smaller", 10)):
-        requests[name] = SimpleNamespace(
+        request: Any = SimpleNamespace(
             request_id=name, status=SimpleNamespace(name="FINISHED_ABORTED")
         )
-        sender.add(requests[name], make_prompt(length))
-        assert not sender.may_schedule(name)
-    return requests
+        sends[name] = sender.add(request, make_prompt(length))
+        assert not sender.may_schedule(sends[name])
+    return sends
 
 
 def test_room_is_looked_for_only_when_there_may_be_more(
@@ -76,16 +76,16 @@ def test_room_is_looked_for_only_when_there_may_be_more(
     directory.pool.releases += 1
     directory.room = 50  # too little for the first, whom nobody overtakes
     for _ in range(10):
-        assert not any(sender.may_schedule(name) for name in waiting)
+        assert not any(map(sender.may_schedule, waiting.values()))
         clock.advance(0.01)
     assert directory.looks == 2
     directory.pool.releases += 1
     directory.room = 100
-    assert sender.may_schedule("large")
-    assert not any(sender.may_schedule(name) for name in waiting if name != "large")
+    assert sender.may_schedule(waiting["large"])
+    assert not any(sender.may_schedule(waiting[name]) for name in ("small", "smaller"))
     assert directory.looks == 4  # with whom is the first now
     clock.advance(WAIT_S)
-    assert all(sender.may_schedule(name) for name in waiting)  # without a hand-off
+    assert all(map(sender.may_schedule, waiting.values()))  # without a hand-off
 
 
 @pytest.mark.parametrize("how", ["refused", "over"])
@@ -93,10 +93,10 @@ def test_the_next_is_tried_when_the_first_goes(
     sender: HandoffSender, directory: Directory, waiting: dict[str, Any], how: str
 ) -> None:
     directory.room = 30  # which has been there all the time
-    assert not sender.may_schedule("small")
+    assert not sender.may_schedule(waiting["small"])
     if how == "refused":
-        sender.refuse("large", "weights_unknown", "")
+        sender.refuse(waiting["large"], "weights_unknown", "")
     else:
         sender.finish(waiting["large"])
-    assert sender.may_schedule("small")
-    assert sender.may_schedule("smaller")
+    assert sender.may_schedule(waiting["small"])
+    assert sender.may_schedule(waiting["smaller"])

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which hand-offs an engine takes part in, by its configuration and by order."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from omni_connector.handoff.serving import ServingState, roles_of
 from omni_connector.net.orders import NO_ORDERS, Orders, Role, Service
+from omni_connector.prefix.hints import Hints
+from omni_connector.requests.state import Requests
 from omni_connector.runtime.context import EngineContext
 from omni_connector.testing import FakeClock
 
@@ -15,8 +19,13 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def both(clock: FakeClock) -> ServingState:
-    return ServingState(roles_of("kv_both", handoff=True), EngineContext(clock))
+def requests() -> Requests:
+    return Requests()
+
+
+@pytest.fixture
+def both(clock: FakeClock, requests: Requests) -> ServingState:
+    return ServingState(roles_of("kv_both", handoff=True), EngineContext(clock), requests)
 
 
 def test_the_configuration_says_which_roles_there_are() -> None:
@@ -46,7 +55,7 @@ def test_a_role_says_what_is_refused(
 def test_a_role_that_the_configuration_lacks_is_refused_once(
     kv_role: str, order: Role, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    serving = ServingState(roles_of(kv_role, handoff=True), EngineContext(clock))
+    serving = ServingState(roles_of(kv_role, handoff=True), EngineContext(clock), Requests())
     before = serving.role
     assert serving.follow(Orders(role=order))
     assert not serving.follow(Orders(role=order))
@@ -58,7 +67,7 @@ def test_a_role_that_the_configuration_lacks_is_refused_once(
 
 
 def test_an_engine_without_hand_offs_has_no_role_and_can_drain(clock: FakeClock) -> None:
-    serving = ServingState((), EngineContext(clock))
+    serving = ServingState((), EngineContext(clock), Requests())
     assert serving.follow(Orders(drain=True, role="both"))
     assert serving.role is None
     assert serving.phase == "drained"
@@ -72,10 +81,10 @@ def test_an_order_that_is_refused_changes_nothing(both: ServingState) -> None:
     assert (both.draining, both.role) == (False, "decode")
 
 
-def test_it_is_drained_when_nothing_is_left(both: ServingState) -> None:
+def test_it_is_drained_when_nothing_is_left(both: ServingState, requests: Requests) -> None:
     held = [True]
     both.busy = lambda: held[0]
-    both.begins("one")
+    requests.arrive(SimpleNamespace(request_id="one"), Hints())
     assert both.service() == Service("serving", "both", ("both", "prefill", "decode"), 1, 1)
     both.follow(Orders(drain=True))
     assert both.phase == "draining"
@@ -83,9 +92,9 @@ def test_it_is_drained_when_nothing_is_left(both: ServingState) -> None:
     assert both.fetch_refusal() is None  # else finished prefills would be lost
     held[0] = False
     assert both.phase == "draining"
-    both.ends("one")
+    requests.end("one")
     assert both.phase == "drained"
-    both.begins("two")
+    requests.arrive(SimpleNamespace(request_id="two"), Hints())
     assert both.phase == "draining"
     both.follow(NO_ORDERS)
     assert both.phase == "serving"

@@ -186,14 +186,14 @@ class _Decoder:
         )
         request: Any = SimpleNamespace(request_id="r")
         remote: Any = SimpleNamespace(token=b"t" * 16, epoch=EPOCH, remote_engine_id="e")
-        receiver.add(request, remote, PROMPT)
-        matched = receiver.matched_tokens("r", 0)
+        fetch = receiver.add(request, remote, PROMPT)
+        matched = receiver.matched_tokens(fetch, 0)
         if not matched:
-            receiver.finish("r")
+            receiver.finish(fetch)
             return "not used"
         tables = [list(range(1, _BLOCKS))] * 2
         blocks: Any = SimpleNamespace(get_block_ids=lambda: tables)
-        receiver.allocated(request, blocks, matched)
+        receiver.allocated(fetch, blocks, matched)
         meta = OmniConnectorMetadata()
         receiver.build(meta, computes=False)
         [(job_id, spec)] = meta.loads.items()
@@ -201,8 +201,8 @@ class _Decoder:
         outcome = _done(self.loader.work(job_id, spec, None))
         failed = {} if outcome.failure is None else {job_id: outcome.failure}
         ledger.report({job_id: self.ours.ranks}, failed)
-        receiver.finish("r")
-        assert not receiver._loads
+        receiver.finish(fetch)
+        assert fetch.lease is None
         assert not ledger
         assert not any(block.ref_cnt for block in pool.blocks)
         return True if outcome.failure is None else outcome.failure

@@ -143,12 +143,14 @@ def loaded(lora: LoRARequest, rank: int = 0) -> AdapterLoad:
 
 
 class Asked:
-    """A request, as far as its adapter goes."""
+    """A request, and what is known of it, as far as its adapter goes."""
 
     request_id = "r"
+    adapter_asked = None
 
     def __init__(self, lora: LoRARequest) -> None:
         self.lora_request = lora
+        self.request = self
 
 
 class Unstarted:
@@ -171,7 +173,6 @@ def content():
         asked = Asked(lora)
         if contents.arrives(asked):
             wait(lambda: contents._fresh(lora))
-            contents.goes_on("r")
         return contents.content(asked, epoch)
 
     ask.contents = contents
@@ -252,7 +253,6 @@ def test_what_vllm_has_not_loaded_yet_is_unknown(content, adapter):
         assert content.contents.waits(asked)  # a worker may have loaded it, and tell it now
         content.contents.step_ended()
     assert not content.contents.waits(asked)
-    content.contents.goes_on("r")
     assert content.contents.content(asked, 0) is None
     assert clock is content.contents._clock
     assert content(lora, load=True) is not None
@@ -288,7 +288,7 @@ def test_a_load_of_other_weights_voids_what_was_computed_with_those_before(conte
     assert content(adapter(b"one!"), epoch=1) is None  # vLLM itself has reset nothing
     assert content(adapter(b"one!"), epoch=2) is None  # it was written again
     assert content(adapter(b"one!"), epoch=2, load=True) is None
-    content.contents.ends("r")
+    content.contents.ends(Asked(first))
     assert content(adapter(b"one!"), epoch=3, load=True) is None  # it may have ended in this step
     content.contents.step_ended()
     assert content(adapter(b"one!"), epoch=3, load=True) is None
@@ -304,7 +304,7 @@ def test_a_load_of_other_weights_voids_what_a_request_of_a_used_id_computes(cont
     assert content(first, load=True)
     for _ in range(2):
         content.contents.begins(Asked(first))
-        content.contents.ends("r")
+        content.contents.ends(Asked(first))
     content.contents.begins(Asked(first))
     content.contents.step_ended()
     assert content.contents.loaded(loaded(adapter(b"one!")), 0) is Replaced.IN_USE

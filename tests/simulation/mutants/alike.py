@@ -31,7 +31,9 @@ ALIKE: Final = (
             "omni_connector.handoff.sender",
             "        send.jobs.pop(job_id, None)\n        del self._copying[job_id]\n",
             "        send.jobs.pop(job_id, None)\n        del self._copying[job_id]\n"
-            "        latest = self._sends.get(send.request.request_id, send)\n"
+            "        named = [each for each in self.admitted\n"
+            "            if each.request.request_id == send.request.request_id]\n"
+            "        latest = named[-1] if named else send\n"
             "        if latest is not send:\n"
             "            send, handoff = latest, latest.handoff or handoff\n",
         ),

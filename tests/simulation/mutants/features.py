@@ -113,8 +113,8 @@ FEATURES: Final = (
         "an aborted request whose KV was loaded reserves its blocks for ever",
         (
             "omni_connector.vllm_v1.scheduler",
-            "        self._room.ends(state)\n        self._adapters.goes_on",
-            "        self._adapters.goes_on",
+            "        self._room.ends(state)\n        if state.not_begun is not None and",
+            "        if state.not_begun is not None and",
         ),
     ),
     mutant(

@@ -283,9 +283,9 @@ MENDED: Final = (
         "small prompts overtake large ones that wait for room",
         (
             "omni_connector.handoff.sender",
-            "            self.waiting[request_id] = send\n",
-            "            self.waiting[request_id] = send\n"
-            "            self.waiting.move_to_end(request_id, last=False)\n",
+            "            self.waiting[send] = None\n",
+            "            self.waiting[send] = None\n"
+            "            self.waiting.move_to_end(send, last=False)\n",
         ),
     ),
     mutant(
@@ -302,7 +302,7 @@ MENDED: Final = (
         "a request that was aborted keeps its place in the queue for room",
         (
             "omni_connector.handoff.sender",
-            "        if self.waiting.pop(request.request_id, None) is not None:\n",
+            "        if send in self.waiting:\n",
             "        if False:\n",
         ),
     ),
@@ -311,8 +311,8 @@ MENDED: Final = (
         "room for two was released, and the second waits until slots are released again",
         (
             "omni_connector.handoff.sender",
-            "            del self.waiting[request_id]\n            self._tried = None\n",
-            "            del self.waiting[request_id]\n",
+            "text)\n            del self.waiting[send]\n            self._tried = None\n",
+            "text)\n            del self.waiting[send]\n",
         ),
     ),
     mutant(
@@ -338,8 +338,8 @@ MENDED: Final = (
         "a block of a window whose first tokens were not loaded has a hash, and vLLM finds it",
         (
             "omni_connector.vllm_v1.scheduler",
-            "        for request_id, block_ids in list(self._incomplete.items()):\n",
-            "        for request_id, block_ids in list[Any]():\n",
+            "        for fetch in list(self._incomplete):\n",
+            "        for fetch in list[Any]():\n",
         ),
     ),
     mutant(

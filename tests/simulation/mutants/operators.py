@@ -55,8 +55,8 @@ OPERATORS: Final = (
         "never drained",
         "requests that have ended are not forgotten",
         (
-            "omni_connector.handoff.serving",
-            "        self._requests.discard(request_id)\n",
+            "omni_connector.requests.state",
+            "        del self[request_id]\n",
             "",
         ),
     ),
