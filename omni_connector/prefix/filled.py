@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks that have filled, as steps collect them to consider them together."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -50,19 +50,10 @@ class FilledRuns:
         if self.hinted:
             pairs = zip(self.hints, counts.tolist(), strict=True)
             hints = [each for each, count in pairs for _ in range(count)]
-        blocks = FilledBlocks(
+        return FilledBlocks(
             self.keys,
             self.hashes,
             np.array(self.block_ids, np.int64),
             prompts.repeat(counts),
             hints,
-        )
-        if len(set(self.keys)) == len(self.keys):
-            return blocks
-        places = {key: place for place, key in enumerate(self.keys)}
-        if hints is not None:
-            joined: dict[bytes, Hints] = {}
-            for key, asked in zip(self.keys, hints, strict=True):
-                joined[key] = asked.joined(joined.get(key, asked))
-            blocks = replace(blocks, hints=[joined[key] for key in self.keys])
-        return blocks.at(np.sort(np.fromiter(places.values(), np.int64, len(places))))
+        ).each_once()

@@ -7,7 +7,7 @@ client the blocks of another, because a block's key includes the cache salt.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -98,7 +98,7 @@ class FilledBlocks:
     """Blocks of one group that have filled, and may be kept in the arena: `Candidate`s by column.
 
     Attributes:
-        keys, cached_as: of each block, no key twice.
+        keys, cached_as: of each block, no key twice (but before `each_once`).
         block_ids, prompts: int64 (blocks,).
         hints: of each block; None where no request has any.
     """
@@ -141,24 +141,29 @@ class FilledBlocks:
 
     @classmethod
     def joined(cls, parts: "Sequence[FilledBlocks]") -> "FilledBlocks":
-        """The blocks of several of these, each key once."""
-        known = set[bytes]()
-        new: list[FilledBlocks] = []
-        for part in parts:
-            places = [i for i, key in enumerate(part.keys) if key not in known]
-            known.update(part.keys)
-            new.append(part.at(np.array(places, np.int64)))
-        if len(new) == 1:
-            return new[0]
+        """The blocks of several of these, each key once, with the hints of all its requests."""
+        hinted = any(part.hints is not None for part in parts)
+        hints = [each for part in parts for each in part.hints or [NO_HINTS] * len(part)]
         return cls(
-            [key for part in new for key in part.keys],
-            [each for part in new for each in part.cached_as],
-            np.concatenate([NONE, *(part.block_ids for part in new)]),
-            np.concatenate([NONE, *(part.prompts for part in new)]),
-            [hints for part in new for hints in part.hints or [NO_HINTS] * len(part)]
-            if any(part.hints is not None for part in new)
-            else None,
-        )
+            [key for part in parts for key in part.keys],
+            [each for part in parts for each in part.cached_as],
+            np.concatenate([NONE, *(part.block_ids for part in parts)]),
+            np.concatenate([NONE, *(part.prompts for part in parts)]),
+            hints if hinted else None,
+        ).each_once()
+
+    def each_once(self) -> "FilledBlocks":
+        """Each key once, where it is last, with the hints of all places."""
+        places = {key: place for place, key in enumerate(self.keys)}
+        if len(places) == len(self.keys):
+            return self
+        blocks = self
+        if self.hints is not None:
+            joined: dict[bytes, Hints] = {}
+            for key, asked in zip(self.keys, self.hints, strict=True):
+                joined[key] = asked.joined(joined.get(key, asked))
+            blocks = replace(self, hints=[joined[key] for key in self.keys])
+        return blocks.at(np.sort(np.fromiter(places.values(), np.int64, len(places))))
 
     @property
     def keeps_here(self) -> Bools:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks that have filled are collected by runs, and considered each once."""
 
+from collections.abc import Callable
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_connector.prefix.filled import FilledRuns
-from omni_connector.prefix.hints import NO_HINTS, Hints
+from omni_connector.prefix.hints import NO_HINTS, FilledBlocks, Hints
 
 PINNED = Hints(pin_s=5.0)
 PREFETCHED = Hints(prefetch=True)
@@ -20,21 +23,31 @@ runs = st.lists(
 )
 
 
-def collected(asked: list[tuple[list[int], Hints]]) -> FilledRuns:
+Asked = list[tuple[list[int], Hints]]
+
+
+def of_a_step(asked: Asked) -> FilledBlocks:
     filled = FilledRuns()
     for number, (blocks, hints) in enumerate(asked):
         keys = [b"%d" % each for each in blocks]
         hashes = [b"h" + each for each in keys]
         ids = [10 * number + each for each in blocks]
         filled.add(keys, hashes, ids, prompt=number, hints=hints)
-    return filled
+    return filled.blocks()
 
 
-@given(runs)
+def that_have_waited(asked: Asked) -> FilledBlocks:
+    """Each run has waited by itself, since a step of its own."""
+    steps = [of_a_step([([], NO_HINTS)] * number + [each]) for number, each in enumerate(asked)]
+    return FilledBlocks.joined(steps)
+
+
+@pytest.mark.parametrize("collected", [of_a_step, that_have_waited])
+@given(asked=runs)
 def test_each_key_is_there_once_with_the_hints_of_all_its_requests(
-    asked: list[tuple[list[int], Hints]],
+    collected: Callable[[Asked], FilledBlocks], asked: Asked
 ) -> None:
-    blocks = collected(asked).blocks()
+    blocks = collected(asked)
     last: dict[bytes, tuple[int, int]] = {}
     wanted: dict[bytes, Hints] = {}
     for number, (numbers, hints) in enumerate(asked):
