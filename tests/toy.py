@@ -608,3 +608,9 @@ def head_copies(config: KVCacheConfig, ranks: int) -> dict[str, int]:
         and not isinstance(group.kv_cache_spec, MLAAttentionSpec | SlidingWindowMLASpec)
         for name in group.layer_names
     }
+
+
+def tell_hash_block_size(kv_cache_config: KVCacheConfig, tokens: int) -> None:
+    """Set it as vLLM's `EngineCore` does from 0.32 on."""
+    if hasattr(kv_cache_config, "hash_block_size"):
+        kv_cache_config.hash_block_size = tokens

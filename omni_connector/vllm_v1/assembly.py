@@ -66,7 +66,6 @@ from omni_connector.runtime.trace import FileTrace
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.stores.shared_blocks import key_prefix, readers_id
 from omni_connector.vllm_v1.compat import (
-    goes_on_within_blocks,
     hash_block_size,
     most_blocks_of_a_prompt,
     thinking_tokens,
@@ -471,7 +470,7 @@ class _Assembly:
         tails = None
         # With drafts a step leaves several states, of which none may be the one at its end.
         drafts = self._vllm_config.num_speculative_tokens > 0
-        if goes_on_within_blocks() and keeps_tails(groups) and not drafts:
+        if keeps_tails(groups) and not drafts:
             tails = Tails(groups, host)
         shared = SharedPrefix(
             host=host,
@@ -543,7 +542,7 @@ class _Assembly:
                 "Answers are kept up to where the model begins to think, as later prompts do not "
                 "repeat its thoughts; the hint `thinking: keep` keeps one whole"
             )
-        elif getattr(self._vllm_config, "reasoning_config", None) is not None:
+        elif self._vllm_config.reasoning_config is not None:
             logger.warning(
                 "Answers are kept with the model's thoughts, because its reasoning parser does "
                 "not tell vLLM by which tokens it thinks. Requests whose answer is not used "

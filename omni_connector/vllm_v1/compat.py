@@ -17,11 +17,10 @@ may allocate one tensor for all layers.
 """
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.request import RequestStatus
 
 from omni_connector.identity.epochs import WeightsSaid
 from omni_connector.plugin import CONNECTOR_NAME
@@ -33,11 +32,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
 
 def cache_hit_source(counter: str = "tokens_loaded") -> Any:
@@ -73,30 +70,12 @@ def hash_block_size(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig")
     return resolved
 
 
-def tell_hash_block_size(kv_cache_config: "KVCacheConfig", tokens: int) -> None:
-    """Set it as vLLM's `EngineCore` does from 0.32 on; for tests that take its place."""
-    if hasattr(kv_cache_config, "hash_block_size"):
-        kv_cache_config.hash_block_size = tokens
-
-
 def says_replicated(spec: "KVCacheSpec") -> bool:
     """Whether a spec says that every rank keeps the same bytes.
 
     From 0.31 on specs of attention say so. Those of 0.30 do not: go by the family there.
     """
     return getattr(spec, "max_tp_shards", None) == 1
-
-
-def conv_dim_first() -> bool:
-    """Whether the states of convolutions have a row for each channel, and not for each input.
-
-    From 0.31 on, where `VLLM_SSM_CONV_STATE_LAYOUT` says so.
-    """
-    try:
-        from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-    except ImportError:
-        return False
-    return bool(is_conv_state_dim_first())
 
 
 def has_amx_fp8() -> bool:
@@ -135,47 +114,15 @@ def interleaves_values(impl: Any) -> bool:
 def thinking_tokens(vllm_config: "VllmConfig") -> ThinkingTokens | None:
     """The tokens with which a reasoning model thinks; None where vLLM does not tell them.
 
-    It does where `--reasoning-parser` names a parser that knows them. Not every version tells those
+    It does where `--reasoning-parser` names a parser that knows them. Not every parser tells those
     that the model ends its thoughts with from those that end them when its budget is used up.
     """
-    reasoning = getattr(vllm_config, "reasoning_config", None)
-    start = getattr(reasoning, "reasoning_start_token_ids", None)
-    natural = getattr(reasoning, "natural_reasoning_end_token_ids", None)
-    end = natural or getattr(reasoning, "reasoning_end_token_ids", None)
+    reasoning = vllm_config.reasoning_config
+    if reasoning is None:
+        return None
+    start = reasoning.reasoning_start_token_ids
+    end = reasoning.natural_reasoning_end_token_ids or reasoning.reasoning_end_token_ids
     return ThinkingTokens(tuple(start), tuple(end)) if start and end else None
-
-
-def caches_prefixes(spec: "KVCacheSpec") -> bool:
-    """Whether vLLM's prefix cache has blocks of a group. From 0.31 on specs say so."""
-    return bool(getattr(spec, "prefix_cacheable", True))
-
-
-def goes_on_within_blocks() -> bool:
-    """Whether vLLM is known to compute a prompt right that goes on within a block with a state,
-    however many tokens are left: its next step ends with that block at the latest.
-
-    0.30 to 0.33 do.
-    """
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    return hasattr(KVConnectorBase_V1, "register_finished_partial_tail")  # it came with that
-
-
-def boundary_states(step: "SchedulerOutput") -> Mapping[str, Sequence[tuple[int, int, int]]]:
-    """The recurrent states that vLLM keeps of requests, in blocks to which no later step writes: by
-    request, of each its group, block, and the tokens that it has read.
-
-    Nothing where vLLM does not tell. 0.30 to 0.33 do.
-    """
-    told = getattr(step, "kv_connector_block_state", None)
-    return {} if told is None else told.boundary_state_offloads
-
-
-def copied_blocks(step: "SchedulerOutput") -> list[int]:
-    """The blocks between which vLLM itself copies before the forward pass of a step: sources and
-    targets, as often as they occur there."""
-    copies = getattr(step, "kv_cache_block_copies", None) or ()
-    return [block_id for copy in copies for block_id in copy]
 
 
 def copy_blocks(step: "SchedulerOutput", pairs: Iterable[tuple[int, int]]) -> None:
@@ -208,37 +155,6 @@ def may_load_replayed() -> bool:
     return hasattr(KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")  # it came with that
 
 
-def keeps_kv_on_host(kv_cache_config: "KVCacheConfig") -> bool:
-    """Whether a group has its blocks in a pool of the host's memory, as with HiSparse.
-
-    From 0.32 on groups say so.
-    """
-    return any(getattr(group, "host_resident", False) for group in kv_cache_config.kv_cache_groups)
-
-
-def pauses_wait_for_loads(scheduler: "Scheduler") -> bool:
-    """Whether vLLM's pause (`mode=wait`) ends requests whose KV is being loaded: from 0.32 on.
-
-    Else they keep their KV blocks, and no cache can be reset until the engine goes on."""
-    return hasattr(scheduler, "prefix_replay_group_ids")  # it came with that
-
-
-def loaded_and_waiting(scheduler: "Scheduler") -> list["Request"]:
-    """Requests that vLLM's scheduler lets wait, with KV blocks, after their KV was loaded."""
-    waiting = getattr(scheduler, "kv_holding_waiting", None)  # from 0.31 on
-    if waiting is not None:
-        return [each for each in waiting if each.status == RequestStatus.WAITING]
-    older: Any = scheduler
-    told = [older.requests[each] for each in older.finished_recving_kv_req_ids]
-    # Once vLLM has seen that it was loaded, a request waits among those that hold nothing.
-    seen = [
-        each
-        for each in (*older.waiting, *older.skipped_waiting)
-        if each.status == RequestStatus.WAITING and each.num_computed_tokens
-    ]
-    return [*told, *seen]
-
-
 def most_blocks_of_a_prompt(
     manager: "KVCacheManager", group_ids: tuple[int, ...]
 ) -> list[int | None]:
@@ -267,9 +183,8 @@ def weights_said(manager: "KVCacheManager") -> WeightsSaid:
     From now on it is noted in what this returns, which is the same for each caller.
 
     Trainers change weights by calls to all workers (`collective_rpc`), vLLM's own ways among them.
-    From 0.32 on vLLM also keeps a name that they give to weights (`/update_weight_version`). Both
-    pass the `EngineCore`, beside the scheduler half. So its methods are patched, when this is first
-    called.
+    vLLM also keeps a name that they give to weights (`/update_weight_version`). Both pass the
+    `EngineCore`, beside the scheduler half. So its methods are patched, when this is first called.
     """
     watch_trainers(
         lambda engine_core: _said_of(engine_core).workers_called(),

@@ -104,8 +104,7 @@ def tokens_written_ahead(vllm_config: "VllmConfig") -> int:
     """Tokens after those of a step for which vLLM allocates blocks, as the drafter writes there."""
     if not drafts_with_kv(vllm_config):
         return 0
-    written = getattr(vllm_config, "num_lookahead_tokens", None)  # from 0.32 on
-    return int(vllm_config.num_speculative_tokens if written is None else written)
+    return int(vllm_config.num_lookahead_tokens)
 
 
 def drafter_id(
@@ -129,12 +128,11 @@ def drafter_id(
         "dtype": str(model.dtype),
         "quantization": model.quantization,
         "kv_dtype": stored_as(
-            getattr(speculative, "kv_cache_dtype", None) or vllm_config.cache_config.cache_dtype,
-            model.dtype,
+            speculative.kv_cache_dtype or vllm_config.cache_config.cache_dtype, model.dtype
         ),
         "auxiliary_layers": _auxiliary_layers(model.hf_config),
         "tokens_ahead": tokens_ahead(vllm_config),
-        "parallel_drafting": bool(getattr(speculative, "parallel_drafting", False)),
+        "parallel_drafting": speculative.parallel_drafting,
     }
     return f"{speculative.method} {digest(told)}"
 

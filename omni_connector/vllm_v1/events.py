@@ -17,7 +17,7 @@ from omni_connector.prefix.block_changes import BlockChange, BlockChanges
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-# From 0.32 on keys have tags, which events do not tell.
+# From 0.31 on keys have tags, which events do not tell.
 _untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
 # vLLM's names of media, and where they are as seen from this engine.

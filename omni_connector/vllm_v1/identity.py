@@ -152,7 +152,8 @@ def drafter_of(vllm_config: "VllmConfig", unchanged_since: float | None = None) 
 
     def files_id(model: "ModelConfig") -> str | None:
         speculative = vllm_config.speculative_config
-        load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+        own = None if speculative is None else speculative.draft_load_config
+        load = own or vllm_config.load_config
         try:
             since = process_began() if unchanged_since is None else unchanged_since
             return _weights_id(model, load, vllm_config, since)

@@ -190,7 +190,7 @@ def _processing(vllm_config: "VllmConfig") -> list[str]:
     ]
     if parallel.enable_expert_parallel and parallel.data_parallel_size > 1:
         said.append(f"experts of {parallel.data_parallel_rank} in {parallel.data_parallel_size}")
-    if getattr(parallel, "enable_eplb", False):
+    if parallel.enable_eplb:
         said.append(_PLACEMENT)
     return said
 

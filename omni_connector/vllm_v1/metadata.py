@@ -184,7 +184,7 @@ def runner_ends_steps(vllm_config: "VllmConfig") -> bool:
 
 def num_local_workers(vllm_config: "VllmConfig") -> int:
     """Those of the ranks that a host has, where the engine spans several hosts."""
-    hosts = getattr(vllm_config.parallel_config, "nnodes_within_dp", 1)
+    hosts = vllm_config.parallel_config.nnodes_within_dp
     return max(1, num_workers(vllm_config) // max(1, hosts))
 
 

@@ -79,7 +79,7 @@ def patch(target: str, watch: Watch) -> bool:
         target: `module:Class.method`.
 
     Returns:
-        Whether it does. Else the log says what is lost, but for a method that not every vLLM has.
+        Whether it does. Else the log says what is lost.
     """
     problem = loss_of(target)[1]
     if problem is not None:
@@ -88,8 +88,6 @@ def patch(target: str, watch: Watch) -> bool:
     module, _, path = target.partition(":")
     name, _, method = path.partition(".")
     owner = getattr(importlib.import_module(module), name)
-    if not hasattr(owner, method):
-        return False
     return hasattr(getattr(owner, method), _REPLACED) or _patch(target, owner, method, watch)
 
 
@@ -348,7 +346,7 @@ def watch_trainers(called: Callable[[Any], None], named: Callable[[Any, str], No
 
     Args:
         called: told the engine core, before the call is made.
-        named: told the engine core and the name, which it has taken. From vLLM 0.32 on.
+        named: told the engine core and the name, which it has taken.
     """
 
     def calls(engine_core: Any, *_: Any, **__: Any) -> Generator[None, None, None]:

@@ -47,7 +47,7 @@ def _unhashed(request: "Request", begin: int, end: int, dtype: object) -> bytes:
     if embeds is None:
         return b""
     found = b"" if embeds.dtype == dtype else str(embeds.dtype).encode()
-    is_token = getattr(request, "prompt_is_token_ids", None)  # from 0.32 on
+    is_token = request.prompt_is_token_ids
     mask = bytes(is_token[begin:end]) if is_token is not None else b""
     return found + b"=" + mask if any(mask) else found
 

@@ -49,9 +49,7 @@ from omni_connector.requests.state import Refusals, Requests, RequestState
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.trace import now
 from omni_connector.vllm_v1.compat import (
-    boundary_states,
     cache_hit_source,
-    copied_blocks,
     copy_blocks,
     hash_block_size,
     take_worker_stats,
@@ -674,8 +672,8 @@ class OmniScheduler:
         if self._shared is not None:
             self._shared.build(meta)
             if known:  # else nobody may have what is computed
-                if copied := copied_blocks(scheduler_output):
-                    with self._held(copied):
+                if copies := scheduler_output.kv_cache_block_copies:
+                    with self._held([block_id for copy in copies for block_id in copy]):
                         self._keep(self._shared, meta, scheduled, scheduler_output)
                 else:
                     self._keep(self._shared, meta, scheduled, scheduler_output)
@@ -699,7 +697,9 @@ class OmniScheduler:
         """Have what this step fills and leaves kept for others."""
         drafted = step.scheduled_spec_decode_tokens
         shared.saves.build(meta, scheduled, self._blocks_of, drafted)
-        if states := boundary_states(step):
+        told = step.kv_connector_block_state
+        # States in blocks to which no later step writes: group, block, and the tokens it has read.
+        if told is not None and (states := told.boundary_state_offloads):
             kept = [
                 (state.prefix, of_request)
                 for request_id, of_request in states.items()

@@ -14,8 +14,6 @@ from omni_connector.kv.canonical import GroupSpec, LayerSpec
 from omni_connector.kv.shapes import GroupShape, states_of
 from omni_connector.kv.states import StateCut
 from omni_connector.vllm_v1.compat import (
-    caches_prefixes,
-    keeps_kv_on_host,
     may_load_replayed,
     replayed_tokens,
     says_replicated,
@@ -95,7 +93,7 @@ def require_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig
                 f"this model keeps a {group.kind} cache{where}, which OmniKVConnector does not "
                 f"move; supported: {', '.join(sorted(_SUPPORTED_KINDS))}"
             )
-    if keeps_kv_on_host(kv_cache_config):
+    if any(group.host_resident for group in kv_cache_config.kv_cache_groups):
         raise LayoutError(
             "vLLM keeps KV of this model in the memory of the host (HiSparse), and numbers blocks "
             "there by themselves, which OmniKVConnector does not support"
@@ -110,7 +108,7 @@ def require_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig
                 f"vLLM computes the last window of {where} again after every load, also where the "
                 f"load brings it; set --no-swa-bounded-replay, or install vLLM 0.32 or later"
             )
-        if not (caches_prefixes(spec) or replayed or _retention(transferred)[0] == "ring"):
+        if not (spec.prefix_cacheable or replayed or _retention(transferred)[0] == "ring"):
             raise LayoutError(
                 f"vLLM's prefix cache leaves out {where}, and what a prefix hit means there is not "
                 f"known to OmniKVConnector"
@@ -212,7 +210,7 @@ def group_shapes(
                 attention=kernels,
                 kept=each or UNSET,
                 pages=tuple(pages),
-                uncached=UNSET if caches_prefixes(group.kv_cache_spec) else True,
+                uncached=UNSET if group.kv_cache_spec.prefix_cacheable else True,
                 states=states_of(spec for spec in _all_specs(group) if _kind(spec) == "mamba"),
                 cut=cut or UNSET,
                 # Fewer pages than names: some are several names for the same bytes.
@@ -261,7 +259,7 @@ def uncached_groups(kv_cache_config: "KVCacheConfig") -> frozenset[int]:
     return frozenset(
         group_id
         for group_id, group in transferred_groups(kv_cache_config).items()
-        if not caches_prefixes(group.kv_cache_spec)
+        if not group.kv_cache_spec.prefix_cacheable
     )
 
 
@@ -279,7 +277,7 @@ def cached_block_sizes(kv_cache_config: "KVCacheConfig") -> list[int]:
     return [
         group.kv_cache_spec.block_size
         for group in transferred_groups(kv_cache_config).values()
-        if caches_prefixes(group.kv_cache_spec)
+        if group.kv_cache_spec.prefix_cacheable
     ]
 
 

@@ -11,7 +11,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from omni_connector.kv.states import StateCut, StatePart, StateTensor, cut_bytes, state_units
-from omni_connector.vllm_v1.compat import conv_dim_first
 from omni_connector.vllm_v1.specs import own_layers, spec_of, transferred_groups
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ _Rule = Callable[[Any, tuple[Shape, ...], tuple["torch.dtype", ...], int], State
 def _channels(layer: Any, shapes: Any, dtypes: Any, ranks: int) -> StateCut:
     """Mamba 1 and short convolutions: ranks share out the channels of all tensors."""
     first, *others = zip(shapes, dtypes, strict=True)
-    channels = first[0][1 - conv_dim_first()]
+    channels = first[0][1 - _conv_dim_first()]
     parts = [("channel", channels * ranks, channels, 1)]
     return (_convolution(*first, parts), *(_of_heads(*each, ranks) for each in others))
 
@@ -80,7 +79,7 @@ def _delta(layer: Any, shapes: Any, dtypes: Any, ranks: int) -> StateCut:
     """Gated delta nets: a convolution of query, key and value, and a matrix for each value head."""
     heads, value_dim, _ = shapes[1]
     values = heads * value_dim
-    keys = (shapes[0][1 - conv_dim_first()] - values) // 2
+    keys = (shapes[0][1 - _conv_dim_first()] - values) // 2
     parts = [(name, keys * ranks, keys, 1) for name in ("query", "key")]
     parts.append(("value", values * ranks, values, 1))
     return _convolution(shapes[0], dtypes[0], parts), _of_heads(shapes[1], dtypes[1], ranks)
@@ -110,8 +109,8 @@ def _convolution(
         parts: of its channels: name, units in the whole model, units on a rank, and channels of a
             unit.
     """
-    length = shape[conv_dim_first()]
-    rows, size = (1, length * dtype.itemsize) if conv_dim_first() else (length, dtype.itemsize)
+    length = shape[_conv_dim_first()]
+    rows, size = (1, length * dtype.itemsize) if _conv_dim_first() else (length, dtype.itemsize)
     units = (StatePart(name, total, own, width * size) for name, total, own, width in parts)
     return StateTensor(_named(dtype), rows, tuple(units))
 
@@ -141,3 +140,11 @@ _RULES: Final[Mapping[str, _Rule]] = {
     "MiniMaxText01LinearAttention": _heads,
     "BailingMoELinearAttention": _heads,
 }
+
+
+def _conv_dim_first() -> bool:
+    """Whether the states of convolutions have a row for each channel, and not for each input:
+    `VLLM_SSM_CONV_STATE_LAYOUT`."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    return bool(is_conv_state_dim_first())

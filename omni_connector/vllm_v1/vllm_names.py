@@ -152,19 +152,6 @@ class IfThere:
 
 
 @dataclass(frozen=True, slots=True)
-class OneOf:
-    """Names of which one suffices."""
-
-    names: tuple[UsedName, ...]
-
-    def misfit(self) -> str | None:
-        """See `UsedName`."""
-        problems = [each.misfit() for each in self.names]
-        found = [each for each in problems if each is not None]
-        return " and ".join(found) if len(found) == len(problems) else None
-
-
-@dataclass(frozen=True, slots=True)
 class NoOtherDuties:
     """Whether vLLM wants methods of a connector that this one has not.
 
@@ -198,6 +185,7 @@ HOOKS: Final = (
     Hook("get_kv_connector_stats"),
     Hook("get_num_new_matched_tokens", ("request", "num_computed_tokens")),
     Hook("get_transfer_results", ("finished_req_ids",)),
+    Hook("has_connector_metadata"),
     Hook("has_pending_block_frees"),
     Hook("has_pending_push_work"),
     Hook("on_new_request", ("request",)),
@@ -222,7 +210,6 @@ TABLE: Final[tuple[UsedName, ...]] = (
     *HOOKS,
     NoOtherDuties(HOOKS),
     IfThere(Hook("get_finished", ("finished_req_ids",))),
-    IfThere(Hook("has_connector_metadata")),
     IfThere(Hook("get_loaded_kv_cache_group_ids", ("request",))),
     IfThere(Hook("get_external_cache_hit_sources", ("request", "num_external_tokens"))),
     Called(f"{_FACTORY}.register_connector", 3),
@@ -232,7 +219,6 @@ TABLE: Final[tuple[UsedName, ...]] = (
     Attributes(
         f"{_BASE}:KVConnectorBase_V1", ("_kv_cache_config", "_kv_transfer_config", "_vllm_config")
     ),
-    IfThere(Attributes(f"{_BASE}:KVConnectorBase_V1", ("register_finished_partial_tail",))),
     Attributes(f"{_BASE}:SupportsHMA"),
     Called(
         f"{_BASE}:KVConnectorTransferResults",
@@ -259,7 +245,7 @@ TABLE: Final[tuple[UsedName, ...]] = (
     Called(f"{_KV_CACHE}:maybe_convert_block_hash", 1),
     Called(f"{_KV_CACHE}:make_block_hash_with_group_id", 2),
     Called(f"{_KV_CACHE}:BlockHash", 1),
-    IfThere(Called(f"{_KV_CACHE}:KVCacheBlockCopy", 2)),
+    Called(f"{_KV_CACHE}:KVCacheBlockCopy", 2),
     IfThere(Called(f"{_KV_CACHE}:to_event_extra_keys", 1)),
     Called("vllm.utils.hashing:get_hash_fn_by_name", 1),
     Called("vllm.sampling_params:SamplingParams", keywords=("max_tokens",)),
@@ -292,6 +278,7 @@ TABLE: Final[tuple[UsedName, ...]] = (
             "num_prompt_tokens",
             "num_tokens",
             "prompt_embeds",
+            "prompt_is_token_ids",
             "prompt_token_ids",
             "request_id",
             "resumable",
@@ -303,7 +290,6 @@ TABLE: Final[tuple[UsedName, ...]] = (
             "update_block_hashes",
         ),
     ),
-    IfThere(Attributes("vllm.v1.request:Request", ("prompt_is_token_ids",))),
     Attributes("vllm.v1.request:RequestStatus", ("WAITING", "WAITING_FOR_REMOTE_KVS")),
     Attributes(
         "vllm.lora.request:LoRARequest",
@@ -339,7 +325,7 @@ TABLE: Final[tuple[UsedName, ...]] = (
         IfThere(Attributes(f"{_SPECS}:{name}"))
         for name in ("CrossAttentionSpec", "EncoderOnlyAttentionSpec", "HiddenStateCacheSpec")
     ),
-    Attributes(f"{_SPECS}:FullAttentionSpec"),
+    Attributes(f"{_SPECS}:FullAttentionSpec", ("non_causal",)),
     Attributes(f"{_SPECS}:MLAAttentionSpec"),
     Attributes(
         f"{_SPECS}:AttentionSpec",
@@ -349,17 +335,16 @@ TABLE: Final[tuple[UsedName, ...]] = (
             "kv_quant_mode",
             "num_head_slots",
             "page_size_bytes",
+            "prefix_cacheable",
             "state_content_size_bytes",
             "unpadded_page_size_bytes",
         ),
     ),
-    IfThere(Attributes(f"{_SPECS}:AttentionSpec", ("max_tp_shards", "prefix_cacheable"))),
+    IfThere(Attributes(f"{_SPECS}:AttentionSpec", ("max_tp_shards",))),
     IfThere(Attributes(f"{_SPECS}:AttentionSpec", ("prefix_replay_tokens",))),
-    IfThere(Attributes(f"{_SPECS}:FullAttentionSpec", ("non_causal",))),
     Attributes(f"{_SPECS}:KVQuantMode", ("NONE",)),
     Attributes(f"{_SPECS}:UniformTypeKVCacheSpecs", ("kv_cache_specs",)),
-    Attributes(f"{_SPECS}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
-    IfThere(Attributes(f"{_SPECS}:KVCacheGroupSpec", ("host_resident",))),
+    Attributes(f"{_SPECS}:KVCacheGroupSpec", ("host_resident", "layer_names", "kv_cache_spec")),
     Attributes(
         f"{_SPECS}:KVCacheConfig",
         ("kv_cache_groups", "kv_cache_tensors", "num_blocks", "transfer_group_ids"),
@@ -387,35 +372,19 @@ TABLE: Final[tuple[UsedName, ...]] = (
     Attributes(
         "vllm.v1.core.sched.output:SchedulerOutput",
         (
+            "kv_cache_block_copies",
+            "kv_connector_block_state",
             "num_scheduled_tokens",
             "scheduled_new_reqs",
             "scheduled_spec_decode_tokens",
             "total_num_scheduled_tokens",
         ),
     ),
-    IfThere(
-        Attributes(
-            "vllm.v1.core.sched.output:SchedulerOutput",
-            ("kv_cache_block_copies", "kv_connector_block_state"),
-        )
-    ),
-    IfThere(
-        Attributes("vllm.v1.core.sched.output:KVConnectorBlockState", ("boundary_state_offloads",))
-    ),
+    Attributes("vllm.v1.core.sched.output:KVConnectorBlockState", ("boundary_state_offloads",)),
     Attributes(
         "vllm.v1.core.sched.output:NewRequestData",
         ("num_computed_tokens", "prompt_token_ids", "req_id"),
     ),
-    OneOf(
-        (
-            Attributes("vllm.v1.core.sched.scheduler:Scheduler", ("kv_holding_waiting",)),
-            Attributes(
-                "vllm.v1.core.sched.scheduler:Scheduler",
-                ("finished_recving_kv_req_ids", "requests", "skipped_waiting", "waiting"),
-            ),
-        )
-    ),
-    IfThere(Attributes("vllm.v1.core.sched.scheduler:Scheduler", ("prefix_replay_group_ids",))),
     Attributes(
         "vllm.v1.outputs:KVConnectorOutput",
         (
@@ -437,17 +406,14 @@ TABLE: Final[tuple[UsedName, ...]] = (
             "load_config",
             "lora_config",
             "model_config",
+            "num_lookahead_tokens",
             "num_speculative_tokens",
             "parallel_config",
+            "reasoning_config",
             "speculative_config",
         ),
     ),
-    IfThere(
-        Attributes(
-            "vllm.config:VllmConfig",
-            ("num_lookahead_tokens", "num_prefill_lookahead_tokens", "reasoning_config"),
-        )
-    ),
+    IfThere(Attributes("vllm.config:VllmConfig", ("num_prefill_lookahead_tokens",))),
     Attributes(
         "vllm.config:KVTransferConfig",
         (
@@ -497,30 +463,33 @@ TABLE: Final[tuple[UsedName, ...]] = (
             "data_parallel_size_local",
             "decode_context_parallel_size",
             "distributed_executor_backend",
+            "enable_eplb",
             "enable_expert_parallel",
+            "nnodes_within_dp",
             "pipeline_parallel_size",
             "prefill_context_parallel_size",
             "rank",
             "tensor_parallel_size",
         ),
     ),
-    IfThere(Attributes("vllm.config:ParallelConfig", ("enable_eplb", "nnodes_within_dp"))),
-    Attributes("vllm.config:SpeculativeConfig", ("draft_model_config", "method", "use_eagle")),
-    IfThere(
-        Attributes(
-            "vllm.config:SpeculativeConfig",
-            ("draft_load_config", "kv_cache_dtype", "parallel_drafting"),
-        )
+    Attributes(
+        "vllm.config:SpeculativeConfig",
+        (
+            "draft_load_config",
+            "draft_model_config",
+            "kv_cache_dtype",
+            "method",
+            "parallel_drafting",
+            "use_eagle",
+        ),
     ),
-    IfThere(
-        Attributes(
-            "vllm.config.reasoning:ReasoningConfig",
-            (
-                "natural_reasoning_end_token_ids",
-                "reasoning_end_token_ids",
-                "reasoning_start_token_ids",
-            ),
-        )
+    Attributes(
+        "vllm.config.reasoning:ReasoningConfig",
+        (
+            "natural_reasoning_end_token_ids",
+            "reasoning_end_token_ids",
+            "reasoning_start_token_ids",
+        ),
     ),
     Attributes(
         "vllm.config:LoadConfig", ("download_dir", "load_format", "model_loader_extra_config")
@@ -540,7 +509,7 @@ TABLE: Final[tuple[UsedName, ...]] = (
     Attributes("vllm.envs:VLLM_USE_MODELSCOPE"),
     Attributes("vllm._custom_ops"),
     IfThere(Called("vllm._custom_ops:cpu_has_amx_fp8")),
-    IfThere(Called("vllm.model_executor.layers.mamba.mamba_utils:is_conv_state_dim_first")),
+    Called("vllm.model_executor.layers.mamba.mamba_utils:is_conv_state_dim_first"),
     Called("vllm.logger:init_logger", 1),
 )
 """The names without which the connector cannot work. A test compares it with all that the source
@@ -588,7 +557,7 @@ LOSSES: Final[tuple[tuple[UsedName, str], ...]] = (
         "what trainers do to weights is not noticed before the next reset",
     ),
     (
-        IfThere(Called("vllm.v1.engine.core:EngineCore.set_weight_version", 1)),
+        Called("vllm.v1.engine.core:EngineCore.set_weight_version", 1),
         "engines whose weights cannot be compared refuse each other, whatever a trainer names them",
     ),
     (
@@ -678,10 +647,9 @@ def untested(installed: InstalledVllm) -> str | None:
 def loss_of(target: str) -> tuple[str, str | None]:
     """What is lost without a name of `LOSSES`, and why it does not fit; None if it does."""
     for each, loss in LOSSES:
-        inner = each.name if isinstance(each, IfThere) else each
-        names = {getattr(inner, "name", "")}
-        if isinstance(inner, Attributes):
-            names = {f"{inner.name}.{attribute}" for attribute in inner.attributes}
+        names = {getattr(each, "name", "")}
+        if isinstance(each, Attributes):
+            names = {f"{each.name}.{attribute}" for attribute in each.attributes}
         if target in names:
             return loss, each.misfit()
     raise KeyError(target)

@@ -14,7 +14,6 @@ import pytest
 
 from omni_connector.testing.engines import EngineError
 from omni_connector.testing.reference import Answer, same_path
-from omni_connector.vllm_v1.compat import goes_on_within_blocks
 
 from . import kv
 from .families import BY_RECIPE, Family
@@ -22,10 +21,7 @@ from .harness import ask
 from .pool import Member, Pool
 from .prompts import MAX_TOKENS, new_salt, random_prompt
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(not goes_on_within_blocks(), reason="vLLM does not"),
-]
+pytestmark = pytest.mark.e2e
 
 WAIT_S = 60.0
 # Seconds between two requests that have an engine tell what it has counted.

@@ -63,7 +63,6 @@ from omni_connector.runtime.turns import Turns
 from omni_connector.testing import no_op
 from omni_connector.vllm_v1 import connector as connector_module
 from omni_connector.vllm_v1.adapter_loads import AdapterLoads
-from omni_connector.vllm_v1.compat import tell_hash_block_size
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from omni_connector.vllm_v1.drafter import tokens_ahead
 from omni_connector.vllm_v1.identity import weight_files, weights_id
@@ -84,6 +83,7 @@ from tests.toy import (
     kv_cache_config,
     layers_with_states,
     stage_config,
+    tell_hash_block_size,
 )
 from tests.toy_runner import ToyRunner
 

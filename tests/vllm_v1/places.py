@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that find each other's blocks in their arenas, or in a store."""
 
-from omni_connector.vllm_v1.compat import goes_on_within_blocks
 from tests import inspection
 from tests.simulation import check
-from tests.toy import BLOCK
 
 from .harness import assert_clean, wait
 from .stores import PREFIX, landed
@@ -35,10 +33,6 @@ class Place:
         assert_clean(*engines)
         if "store" in self._extra:
             landed(*engines)
-
-    def reach(self, computed):
-        """Tokens of a request that others find when it has ended, of those that were computed."""
-        return computed if goes_on_within_blocks() else computed // BLOCK * BLOCK
 
     def loaded(self, engine):
         """Tokens that were not computed."""

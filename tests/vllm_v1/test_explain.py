@@ -10,7 +10,6 @@ from omni_connector.cli.explain import Asking, ask
 from omni_connector.cli.explained import FoundTail
 from omni_connector.cli.main import main
 from omni_connector.prefix.explain import AskPlaces, AskStored, AskStoredTail, AskTail
-from omni_connector.vllm_v1.compat import goes_on_within_blocks
 from tests import inspection
 from tests.toy import BLOCK
 
@@ -30,12 +29,10 @@ COUNTERS = {
 
 STATES = ["state and full", "all three"]
 
-tails = pytest.mark.skipif(not goes_on_within_blocks(), reason="vLLM does not")
-
 
 def has_tails(family):
     """Whether the ends of requests within blocks are kept."""
-    return family in STATES and goes_on_within_blocks()
+    return family in STATES
 
 
 def explanation(engine, tokens, salt=None):
@@ -99,7 +96,6 @@ def test_a_prefix_in_the_arena_of_another_engine(sharer, family, ranks):  # noqa
     assert (found.tail is not None) == has_tails(family)
 
 
-@tails
 @pytest.mark.parametrize("family", STATES)
 @pytest.mark.parametrize("length", [2, 9, BLOCK - 1, 3 * BLOCK + 5, 6 * BLOCK - 1])
 @pytest.mark.values
@@ -119,7 +115,6 @@ def test_a_prompt_that_goes_on_within_a_block(sharer, family, length):  # noqa: 
     assert found.sources["arena"] == len(other) % BLOCK
 
 
-@tails
 @pytest.mark.parametrize("family", STATES)
 def test_a_prompt_whose_attention_blocks_reach_beyond_all_states(sharer, family):  # noqa: F811
     first, second = sharer(family=family), sharer(family=family)
@@ -131,7 +126,6 @@ def test_a_prompt_whose_attention_blocks_reach_beyond_all_states(sharer, family)
     assert found.missing.first_token == 4 * BLOCK + 5
 
 
-@tails
 @pytest.mark.parametrize("family", STATES)
 @pytest.mark.parametrize("length", [9, 3 * BLOCK + 5])
 def test_a_prompt_that_goes_on_within_a_block_in_a_store(engine, shelf, family, length):
@@ -146,7 +140,6 @@ def test_a_prompt_that_goes_on_within_a_block_in_a_store(engine, shelf, family, 
     assert agree(second, [*said[:-1], 7, *prompt(2 * BLOCK, seed=2)]).tail is None
 
 
-@tails
 def test_a_tail_in_a_store_behind_blocks_in_arenas(sharer, engine, shelf):  # noqa: F811
     family = "state and full"
     first = engine("kv_both", extra=MASTER, family=family)
@@ -162,7 +155,6 @@ def test_a_tail_in_a_store_behind_blocks_in_arenas(sharer, engine, shelf):  # no
     assert found.tail.source == "store"
 
 
-@tails
 def test_a_store_that_is_late_with_tails(engine, shelf, monkeypatch):
     monkeypatch.setattr("omni_connector.prefix.explain.STORE_S", 0.1)
     alone = engine("kv_both", extra=MASTER, family="state and full")
@@ -175,7 +167,6 @@ def test_a_store_that_is_late_with_tails(engine, shelf, monkeypatch):
     assert sum("did not answer" in each for each in found.remarks) == 1
 
 
-@tails
 def test_a_tail_of_other_tokens_or_of_another_salt_is_not_found(sharer):  # noqa: F811
     first, second = sharer(family="state and full"), sharer(family="state and full")
     said = prompt(3 * BLOCK + 5)
@@ -188,7 +179,6 @@ def test_a_tail_of_other_tokens_or_of_another_salt_is_not_found(sharer):  # noqa
     assert agree(second, [*said, 7, 8], "a").tail is not None
 
 
-@tails
 def test_explanations_without_tails_are_noticed_by_these_tests(sharer, monkeypatch):  # noqa: F811
     monkeypatch.setattr(module, "_tail", lambda *args: None)
     first, second = sharer(family="state and full"), sharer(family="state and full")
@@ -340,7 +330,6 @@ def test_hostile_questions_are_refused_and_the_next_is_answered(sharer):  # noqa
     assert explanation(engine, PREFIX).missing.cause == "never_seen"
 
 
-@tails
 def test_questions_for_tails_have_fewer_tokens_than_a_block(sharer):  # noqa: F811
     explainer = inspection.explainer(sharer(family="state and full").half)
     assert explainer.answer(AskTail(None, [1] * (BLOCK - 1)))[0].tokens == 0

@@ -92,7 +92,7 @@ def worker(monkeypatch):
     watch_workers()
     watch_workers()
     parallel = SimpleNamespace(
-        enable_expert_parallel=False, data_parallel_size=1, data_parallel_rank=0
+        enable_eplb=False, enable_expert_parallel=False, data_parallel_size=1, data_parallel_rank=0
     )
     transfer = SimpleNamespace(kv_connector=CONNECTOR_NAME, kv_connector_extra_config={})
     config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)

@@ -23,7 +23,6 @@ from omni_connector.vllm_v1.vllm_names import (
     Calls,
     Hook,
     IfThere,
-    OneOf,
     UsedName,
     losses,
     misfits,
@@ -144,7 +143,7 @@ def test_each_patch_is_left_out_by_itself(
     assert all(hasattr(load(target), patches._REPLACED) for target in places)
     lost = [] if lacking is None else [vllm_names.loss_of(lacking)]
     assert log == [f"{loss} ({problem})" for loss, problem in lost if problem is not None]
-    assert bool(log) == (lacking not in (None, patches.WEIGHT_VERSIONS))  # not every vLLM has it
+    assert bool(log) == (lacking is not None)
 
 
 def _there(target: str) -> bool:
@@ -161,9 +160,6 @@ def _names(each: UsedName, *, optional: bool = False) -> Iterator[tuple[Any, str
     """The class or module, and the name, of each entry; and whether it may be missing."""
     if isinstance(each, IfThere):
         yield from _names(each.name, optional=True)
-    elif isinstance(each, OneOf):
-        for one in each.names:
-            yield from _names(one, optional=True)
     elif isinstance(each, Hook):
         yield load(f"{vllm_names._BASE}:{each.of}"), each.name, optional
     elif isinstance(each, Called | Calls | Attributes):

@@ -16,7 +16,6 @@ from vllm.config.kv_events import KVEventsConfig
 
 from omni_connector.copy import load_plans
 from omni_connector.vllm_v1 import assembly
-from omni_connector.vllm_v1.compat import goes_on_within_blocks
 from tests import inspection, toy, toy_runner
 from tests.toy import BLOCK
 
@@ -158,7 +157,6 @@ def test_a_neighbours_blocks_are_read_in_shards(place, engine, family, ranks, ov
     assert_clean(first, second)
 
 
-@pytest.mark.skipif(not goes_on_within_blocks(), reason="vLLM does not")
 @pytest.mark.parametrize("where", ["arena", "store"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @each_family

@@ -34,7 +34,6 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 from omni_connector.errors import ConfigError, LayoutError  # noqa: E402
 from omni_connector.kv.canonical import GroupSpec, LayerSpec  # noqa: E402
 from omni_connector.kv.shapes import difference  # noqa: E402
-from omni_connector.vllm_v1.compat import keeps_kv_on_host  # noqa: E402
 from omni_connector.vllm_v1.specs import (  # noqa: E402
     attends_to_all,
     fails_by_block,
@@ -142,7 +141,7 @@ def test_a_group_of_a_target_and_its_drafter_is_the_same_to_scheduler_and_worker
     assert [layer.page_bytes for layer in group.layers] == sizes
     assert sizes[0] < sizes[1]
     # What the scheduler half reads of them.
-    for found in (attends_to_all, fails_by_block, state_refusal, keeps_kv_on_host):
+    for found in (attends_to_all, fails_by_block, state_refusal):
         assert found(scheduler) == found(worker)
     assert list(transferred_groups(scheduler)) == list(transferred_groups(worker))
     for each in (scheduler, worker):
@@ -238,8 +237,6 @@ def test_an_unknown_spec_is_refused_by_name(spec, name):
 
 def test_kv_in_a_pool_of_the_host_is_refused():
     group = KVCacheGroupSpec(["a"], FullAttentionSpec(**SHAPE))
-    if not hasattr(group, "host_resident"):
-        pytest.skip("this vLLM has no such pool")
     on_host = KVCacheGroupSpec(["b"], FullAttentionSpec(**SHAPE), host_resident=True)
     with pytest.raises(LayoutError, match="HiSparse"):
         require_supported(SimpleNamespace(), config(group, on_host))

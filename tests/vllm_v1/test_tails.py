@@ -11,7 +11,6 @@ from omni_connector.copy import held_blocks
 from omni_connector.prefix import tails
 from omni_connector.stores.shared_blocks import TRAILER_BYTES
 from omni_connector.vllm_v1 import scheduler
-from omni_connector.vllm_v1.compat import goes_on_within_blocks
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from tests.toy import BLOCK
 
@@ -19,10 +18,7 @@ from .harness import assert_clean, hand_off, prompt, wait
 from .places import Place, ask, publish
 from .stores import MASTER, QUESTION, ShelfStore, landed
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not goes_on_within_blocks(), reason="vLLM does not"),
-]
+pytestmark = pytest.mark.vllm
 
 FAMILIES = ["state and full", "all three"]
 NEW = [7, 8, 9]

@@ -24,7 +24,6 @@ from omni_connector.vllm_v1.vllm_names import (
     Called,
     Hook,
     IfThere,
-    OneOf,
     losses,
     misfits,
     require_fitting_vllm,
@@ -61,8 +60,8 @@ def test_every_method_that_vllm_calls_is_in_the_table():
     """Those that a supported vLLM lacks are there as such."""
     table = list(HOOKS)
     for each in TABLE:
-        inner = each.names if isinstance(each, OneOf) else (getattr(each, "name", None),)
-        table += [hook for hook in inner if isinstance(hook, Hook)]
+        if isinstance(each, IfThere) and isinstance(each.name, Hook):
+            table.append(each.name)
     known = {hook.name: hook for hook in table}
     called = {
         name
@@ -161,13 +160,6 @@ def test_a_name_that_not_all_have_is_checked_where_it_is(standin):
     assert hook.misfit() is None
     standin.sources = lambda: None
     assert "is called otherwise" in hook.misfit()
-
-
-def test_of_alternatives_one_suffices(standin):
-    either = OneOf((Called(f"{STANDIN}:old", 1), Called(f"{STANDIN}:new", 1)))
-    assert either.misfit() == f"{STANDIN}.old is missing and {STANDIN}.new is missing"
-    standin.new = lambda of: None
-    assert either.misfit() is None
 
 
 def test_what_is_lost_without_a_name_is_told(monkeypatch):

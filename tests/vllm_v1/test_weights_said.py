@@ -42,7 +42,6 @@ def test_calls_to_the_workers_are_noticed_before_they_are_made():
     assert weights_said(other) == WeightsSaid()
 
 
-@pytest.mark.skipif(not hasattr(EngineCore, "set_weight_version"), reason="from vLLM 0.32 on")
 @pytest.mark.parametrize("name", ["step 7", "", "x" * 100_000, "\udcff not UTF-8"])
 def test_the_name_that_a_trainer_gives_is_noticed(name):
     manager = Manager()

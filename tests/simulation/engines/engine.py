@@ -32,7 +32,6 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from omni_connector.identity.adapters import version_of
 from omni_connector.identity.epochs import WeightsDigest
-from omni_connector.vllm_v1.compat import loaded_and_waiting
 from omni_connector.vllm_v1.drafter import tokens_ahead
 from tests import inspection
 from tests.simulation.engines.answering import PLAIN, Answering, AnyToken
@@ -520,7 +519,7 @@ class SimulatedEngine(Actor):
     def stalled(self) -> bool:
         """Whether vLLM itself cannot go on: requests whose KV was loaded hold all blocks, none of
         them runs, and it preempts only what runs."""
-        return not self.scheduler.running and bool(loaded_and_waiting(self.scheduler))
+        return not self.scheduler.running and bool(_loaded_and_waiting(self.scheduler))
 
     def has_forgotten(self, request_id: str) -> bool:
         """Whether vLLM has nothing left of a request, so that another one may have its id."""
@@ -718,3 +717,18 @@ class CheckedRunner(ToyRunner):
                 f"{self._engine.name} answers {request_id} with another token than its weights "
                 f"give, after {len(token_ids)} tokens",
             )
+
+
+def _loaded_and_waiting(scheduler: Any) -> list[Request]:
+    """Requests that vLLM's scheduler lets wait, with KV blocks, after their KV was loaded."""
+    waiting = getattr(scheduler, "kv_holding_waiting", None)  # from 0.31 on
+    if waiting is not None:
+        return [each for each in waiting if each.status == RequestStatus.WAITING]
+    told = [scheduler.requests[each] for each in scheduler.finished_recving_kv_req_ids]
+    # Once vLLM has seen that it was loaded, a request waits among those that hold nothing.
+    seen = [
+        each
+        for each in (*scheduler.waiting, *scheduler.skipped_waiting)
+        if each.status == RequestStatus.WAITING and each.num_computed_tokens
+    ]
+    return [*told, *seen]

@@ -21,13 +21,13 @@ from vllm.config import (
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from omni_connector.vllm_v1.compat import tell_hash_block_size
 from tests.toy import (
     GROUPS,
     drafting,
     head_copies,
     kv_cache_config,
     layers_with_states,
+    tell_hash_block_size,
     write_model,
 )
 
