@@ -168,6 +168,10 @@ class PrefixSaves:
         # The jobs under way, and whether what they copy is what their blocks are named after.
         self._under_way: dict[int, bool] = {}
         self.queued: dict[int, TransferSpec] = {}
+        # Steps that have begun and not ended; and jobs for the store that wait until so many of
+        # them have ended.
+        self._steps = 0
+        self._unsure: deque[tuple[int, dict[int, TransferSpec]]] = deque()
         # Blocks of groups for which copies had no room; their number. A request that has ended
         # stands behind its last ones.
         self._waiting: deque[tuple[int, FilledBlocks] | SharedPrompt] = deque()
@@ -408,7 +412,7 @@ class PrefixSaves:
                 hashes=[name] * len(block_ids),
                 mark=(tails.states, mark),
             )
-            self._store_tail(saves, spec)
+            self._store_tail(saves, prompt, spec)
 
     def _keep_tail_here(
         self,
@@ -429,7 +433,9 @@ class PrefixSaves:
         ]
         self._copy(saves, host, filled, most, _all_there, counted_as=_TAILS_KEPT)
 
-    def _store_tail(self, saves: dict[int, TransferSpec], spec: StoreSaveSpec) -> None:
+    def _store_tail(
+        self, saves: dict[int, TransferSpec], prompt: SharedPrompt, spec: StoreSaveSpec
+    ) -> None:
         names = list(enumerate(spec.hashes))
         if self._max_held - self.num_held < len(names):
             self._stats.count("blocks_dropped", len(names))
@@ -438,7 +444,7 @@ class PrefixSaves:
             return
         self._sent.add(names)
         counted_as = _TAILS_KEPT if self._host is None else None
-        self._store(saves, spec, len(names), counted_as)
+        self._store(saves, prompt, spec, len(names), counted_as)
 
     def _put_in_order(self, host: HostBlocks, prompt: SharedPrompt) -> None:
         ends = [min(sent, MAX_IN_ORDER) for sent in prompt.sent]
@@ -747,23 +753,46 @@ class PrefixSaves:
                 prefix=prompt.key_prefix(self._prefix.current),
                 hashes=[name for _, names, _ in parts for name in names],
             )
-            self._store(saves, spec, number)
+            self._store(saves, prompt, spec, number)
         return runs
 
     def _store(
         self,
         saves: dict[int, TransferSpec],
+        prompt: SharedPrompt,
         spec: StoreSaveSpec,
         number: int,
         counted_as: str | None = None,
     ) -> None:
-        """Start a job that stores so many blocks, and enter it into `saves`; see `_keep`."""
+        """Start a job that stores so many blocks, and enter it into `saves`; see `_keep`.
+
+        Others find at once what a store has. So blocks of a prompt with an adapter wait until the
+        workers have told which adapters they loaded in the steps under way: it may be another
+        version of this one.
+        """
 
         def end(failure: str | None) -> None:
             if failure is None and counted_as is not None:
                 self._stats.count(counted_as)
 
+        if prompt.adapter and self._steps:
+            self._unsure.append((self._steps, saves := {}))
         self._begin(saves, spec, number, end)
+
+    def step_begins(self) -> None:
+        """A step is being built."""
+        self._steps += 1
+
+    def step_ended(self) -> None:
+        """A step has ended, and what the workers had to tell of it is told."""
+        self._steps = max(0, self._steps - 1)
+        for _ in range(len(self._unsure)):
+            steps, jobs = self._unsure.popleft()
+            if steps > 1:
+                self._unsure.append((steps - 1, jobs))
+                continue
+            self.queued |= jobs
+            self._ledger.revoke(job_id for job_id in jobs if not self._under_way[job_id])
 
     def _stored(
         self,

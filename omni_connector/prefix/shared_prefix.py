@@ -301,6 +301,7 @@ class SharedPrefix:
                 local = max(local, known)
             self._misses.admitted(prompt, local, local, known)
         self._not_loaded.clear()
+        self.saves.step_begins()
         if self.loads.queued:
             meta.loads |= self.loads.queued
             self.loads.queued.clear()

@@ -746,7 +746,7 @@ class OmniScheduler:
                 self._void_all()
                 self._weights.void()
                 self._share()
-            elif replaced is not None and self._shared is not None:
+            if replaced is not None and self._shared is not None:
                 self._shared.saves.distrust()
         if report.weights:
             self._take_weights(report.weights)
@@ -786,6 +786,8 @@ class OmniScheduler:
                 self._left.append((left, steps - 1))
         if self._adapters.used:
             self._adapters.step_ended()
+        if self._shared is not None:
+            self._shared.saves.step_ended()
         if self._receiver is not None:
             self._receiver.step_ended()
         if self._waiting and self._sender is not None:

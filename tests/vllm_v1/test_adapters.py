@@ -3,7 +3,9 @@
 
 import dataclasses
 import os
+import time
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,6 +19,7 @@ from omni_connector.prefix.saves import PrefixSaves
 from omni_connector.runtime.context import EngineContext
 from omni_connector.testing import FakeClock
 from omni_connector.vllm_v1 import adapter_loads
+from omni_connector.vllm_v1.scheduler import OmniScheduler
 from tests import inspection
 from tests.toy import BLOCK
 
@@ -92,6 +95,39 @@ def test_through_the_store_only_equal_contents_meet(sharer, shelf, adapter, toke
     assert third.generate(TEXT, 6, lora=lora).tokens == tokens(TEXT, 6)
     assert third.count("tokens_shared") == 0
     assert_clean(first, second, third)
+
+
+def test_what_a_step_computes_with_another_version_is_not_stored(
+    sharer, shelf, adapter, monkeypatch
+):
+    """Workers tell of a load with the step that computes the first blocks with it, and whatever a
+    store has been given others find at once."""
+    monkeypatch.setattr(adapters, "FRESH_S", 1e9)
+    build, update = OmniScheduler.build_meta, OmniScheduler.update_output
+    loads: list[bytes] = []
+
+    def step(half: OmniScheduler, output: Any) -> Any:
+        if output.total_num_scheduled_tokens and loads:
+            first.load_adapter(adapter(loads.pop()))  # in the place of the one that is named
+        return build(half, output)
+
+    def slow_report(half: OmniScheduler, output: Any) -> None:
+        for _ in range(20):  # for a copy that has begun with the step
+            if not shelf.entries:
+                time.sleep(0.01)
+        update(half, output)
+
+    monkeypatch.setattr(OmniScheduler, "build_meta", step)
+    monkeypatch.setattr(OmniScheduler, "update_output", slow_report)
+    first = sharer()
+    lora = adapter(b"w" * 99)
+    first.generate(TEXT[: BLOCK - 1], lora=lora)
+    loads.append(b"v" * 98)
+    first.generate(TEXT, lora=lora)
+    assert not loads
+    first.settle()
+    assert not shelf.entries
+    assert_clean(first)
 
 
 def test_of_an_adapter_that_cannot_be_read_nothing_is_shared(engine, tmp_path, log):
