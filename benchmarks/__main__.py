@@ -6,7 +6,7 @@
 Arguments are passed on; each benchmark knows `--quick`. Each writes its page anew, without what was
 written by hand below its tables. `device` is run where PyTorch finds a GPU. Left out are what needs
 another option (`conversations.py --lengths sharegpt`, `partial_tails.py --without-thoughts`,
-`handoff.py --default-arena`, `part_sums.py --beside COMMIT`) and the mutants of the tests (`make
+`handoff.py --default-arena`) and the mutants of the tests (`make
 mutants`, `make mutants-sample`).
 
 To compare one with that of another commit: `python benchmarks/paired.py`.
@@ -25,7 +25,6 @@ BENCHMARKS = (
     "simulated_gpu",
     "unlike_engines",
     "stripes",
-    "part_sums",
     "fresh_arena",
     "weights_digest",
     "scheduler_step",

@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,11 @@ from data_plane import KIB, RESULTS, Memcpy
 from machine import machine
 
 from omni_connector.arena.arena import Arena
-from omni_connector.arena.part_sums import PartSums, SumsLayout
 from omni_connector.copy.choice import make_copier
 from omni_connector.copy.jobs import LoadSpec
 from omni_connector.copy.loading import Loader
-from omni_connector.copy.native import SUMS, begin, native_copy
 from omni_connector.kv.canonical import GroupSpec, LayerSpec, SlotLayout, canonicalize
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.kv.parts import inner_ends
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import BlockSpans
 from omni_connector.runtime.context import PROCESS_CONTEXT
@@ -71,13 +67,11 @@ class Scene:
     Attributes:
         name: as in the table.
         peer, ours: the two sides; rank 0 of stage 0 of ours reads.
-        in_parts: whether the peer's slots have sums at the ends of parts.
     """
 
     name: str
     peer: Shape
     ours: Shape
-    in_parts: bool = True
 
 
 HALF = (LAYERS // 2,) * 2
@@ -85,7 +79,6 @@ SCENES = (
     Scene("alike, 16 layers", Shape(), Shape()),
     Scene("alike, 8 layers of stage 0", Shape(HALF), Shape(HALF)),
     Scene("PP 1 to PP 2: 8 of 16 layers", Shape(), Shape(HALF)),
-    Scene("the same, whole slots checked", Shape(), Shape(HALF), in_parts=False),
     Scene("PP 2 to PP 1: 16 layers of two stages", Shape(HALF), Shape()),
     Scene("TP 1 to TP 2: half of the heads", Shape(), Shape(ranks=2)),
     Scene("TP 2 to TP 1: heads of two ranks", Shape(ranks=2), Shape()),
@@ -115,28 +108,6 @@ class InPlace:
     def attach(self, endpoint: Endpoint, *, timeout: float) -> OwnArena:
         """See `ArenaTransport`."""
         return self._arenas[endpoint.address]
-
-
-def add_sums(arena: Arena, slots: int, sizes: Sequence[int]) -> None:
-    """Add the sums of the first slots at the ends of their parts, as their writer would have.
-
-    Args:
-        sizes: bytes of the pages of a slot.
-    """
-    ends = inner_ends(sizes)
-    layout = SumsLayout.of(arena.n_slots, arena.slot_bytes, len(ends))
-    native = native_copy()
-    if layout is None or native is None or layout.num_slots < slots:
-        return
-    states = begin(slots, sum(sizes))
-    sums = np.empty((slots, len(ends), SUMS), np.uint64)
-    for number, (first, end) in enumerate(pairwise((0, *ends))):
-        starts = arena.slots.ctypes.data + first + np.arange(slots)[:, None] * arena.slot_bytes
-        native.hash(starts, np.array([end - first]), states)
-        sums[:, number] = states[:, :SUMS]
-    rows = PartSums.create(arena, layout).rows()
-    rows[:slots, 0] = 1
-    rows[:slots, SUMS : SUMS * (1 + len(ends))] = sums.reshape(slots, -1)
 
 
 def fill(arena: Arena, slots: int, size: int, seed: int) -> None:
@@ -233,11 +204,8 @@ class Load:
         for number in range(key.num_arenas):
             shape = key.stages[number // scene.peer.ranks][0]
             size = len(shape.pages) * scene.peer.block_size * head_bytes * shape.heads[0]
-            spare = 64 + slots // 64 if scene.in_parts else 0  # for the sums
-            arena = stack.enter_context(Arena.create(slots + spare, size))
+            arena = stack.enter_context(Arena.create(slots, size))
             fill(arena, slots, size, number)
-            if scene.in_parts:
-                add_sums(arena, slots, [size // len(shape.pages)] * len(shape.pages))
             self._content.append(arena.slots)
             arenas.append((transports.add(arena, f"{number}"),))
         peer: Any = transports

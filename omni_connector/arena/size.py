@@ -138,7 +138,7 @@ class ArenaSizing:
                 available=max(unclaimed - self.reserved, unclaimed // 2),
                 slot_bytes=slot_bytes,
                 cache_blocks=cache_rows,
-                prompt_blocks=_with_sums(self.prompt_rows(groups, stripes, slot_groups)),
+                prompt_blocks=self.prompt_rows(groups, stripes, slot_groups),
                 sharers=self.sharers,
             )
         if size.slots < 1:
@@ -221,13 +221,3 @@ class ArenaSizing:
         blocks = [len(group.needed(self.max_tokens)) for group in groups]
         of_groups = [each.group for each in slot_groups] or range(len(groups))
         return -(-sum(blocks[group] for group in of_groups) // stripes)
-
-
-def _with_sums(slots: int) -> int:
-    """Slots of an arena that holds some blocks, and the sums of their parts, which lie in slots of
-    their own (`part_sums`).
-
-    Args:
-        slots: those of the blocks.
-    """
-    return slots + 1 + slots // 64

@@ -4,13 +4,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.arena.part_sums import SumTable
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.convert import PageRun
 
@@ -18,21 +17,6 @@ _OF_NOTHING: Final = xxhash.xxh3_64_intdigest(b"")
 
 Landed = Callable[[slice, NDArray[np.uint64]], object]
 """Takes the places of some blocks of a copy, and the checksums of their slots."""
-
-
-class SumRows(NamedTuple):
-    """Where a save writes the sums of checksums at the inner ends of parts; see `kv.parts`.
-
-    Attributes:
-        table: has a row for each of the slots of the copy's `slots` that may hold blocks.
-        generations: int64 `(n,)`, of the slots that are written.
-        place: None if all bytes of the slots are copied. Otherwise the last byte that is copied is
-            at the end of a part, and this is the part's number.
-    """
-
-    table: SumTable
-    generations: NDArray[np.int64]
-    place: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,8 +36,6 @@ class BlockCopy:
         states: of `BlockCopier.begin` `(n, ...)`, if these are not all bytes of the slots: the copy
             goes on with their checksums, and returns the checksums of slots that it completes.
         fence: what `BlockCopier.fence` returned; the copy waits for it.
-        sums: where a save with checksums writes the sums at the ends of parts. A copier that makes
-            none leaves the rows alone.
     """
 
     group: int
@@ -63,7 +45,6 @@ class BlockCopy:
     checksum: bool
     fence: object = None
     states: NDArray[np.uint64] | None = None
-    sums: SumRows | None = None
 
 
 class BlockCopier(ABC):
@@ -77,12 +58,10 @@ class BlockCopier(ABC):
     Attributes:
         speed: about how many times as many bytes it copies in a second as one core of the host. As
             many more are copied at once, so that what jobs cost beside the copies stays small.
-        makes_part_sums: whether it may write to `BlockCopy.sums`.
         pinned_at_once: bytes of slots that `pin` is given at once; 0 where it has no use for that.
     """
 
     speed: int = 1
-    makes_part_sums: bool = False
     pinned_at_once: int = 0
 
     def __init__(self, layout: SlotLayout) -> None:
@@ -151,34 +130,26 @@ class BlockCopier(ABC):
         return sums
 
     def load_pages(
-        self,
-        copy: BlockCopy,
-        runs: Sequence[PageRun],
-        length: int,
-        hashed: tuple[int, int] | None = None,
+        self, copy: BlockCopy, runs: Sequence[PageRun], length: int
     ) -> NDArray[np.uint64] | None:
         """Copy some pages of a peer's slots, which hold other layers than ours, to blocks.
 
-        The padding of the blocks is zeroed. Pages of no run stay as they are.
+        The padding of the blocks is zeroed. Pages of no run stay as they are. Checksums are of all
+        bytes of a slot, those of other pages too.
 
         Args:
-            copy: as for `load`, with slots of the peer's layout.
+            copy: as for `load`, with slots of the peer's layout; it has no states.
             runs: the pages, in the order of the peer's slots.
             length: bytes of each slot.
-            hashed: from which byte to which they are hashed, those of other pages too; None: all
-                bytes. If they are not, `copy.states` are those before the first of these bytes,
-                and then those behind the last.
 
         Returns:
-            As `load`; None if this copier does not copy these pages, or does not hash some bytes.
-            Then nothing was copied.
+            As `load`; None if this copier does not copy these pages. Then nothing was copied.
 
         Raises:
             ValueError: slots or blocks that have no such pages; nothing was copied.
         """
-        hashed = (0, length) if hashed is None else hashed
-        self._check_pages(copy, runs, length, hashed)
-        return self._copy_pages(copy, tuple(runs), length, hashed)
+        self._check_pages(copy, runs, length)
+        return self._copy_pages(copy, tuple(runs), length)
 
     def begin(
         self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
@@ -259,7 +230,7 @@ class BlockCopier(ABC):
         """What `save` and `load` do, with arrays that fit."""
 
     def _copy_pages(
-        self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int, hashed: tuple[int, int]
+        self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int
     ) -> NDArray[np.uint64] | None:
         """What `load_pages` does, with pages that slots and blocks have."""
         return None
@@ -267,16 +238,14 @@ class BlockCopier(ABC):
     def _check(self, copy: BlockCopy) -> None:
         _check_slots(copy, self._layout.group_bytes[copy.group])
 
-    def _check_pages(
-        self, copy: BlockCopy, runs: Sequence[PageRun], length: int, hashed: tuple[int, int]
-    ) -> None:
+    def _check_pages(self, copy: BlockCopy, runs: Sequence[PageRun], length: int) -> None:
+        if length < 0:
+            raise ValueError(f"slots of {length} bytes")
         _check_slots(copy, length)
-        done, end = hashed
+        done = 0
         size = self._layout.group_bytes[copy.group]
-        if not 0 <= done <= end <= length or (hashed != (0, length) and copy.states is None):
-            raise ValueError(f"bytes {hashed} are hashed, in a slot of {length} bytes")
         for run in runs:
-            if not (done <= run.at <= end - run.nbytes and 0 <= run.first < run.end <= size):
+            if not (done <= run.at <= length - run.nbytes and 0 <= run.first < run.end <= size):
                 raise ValueError(f"{run}, in a slot of {length} bytes and a block of {size}")
             done = run.at + run.nbytes
 

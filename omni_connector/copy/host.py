@@ -16,8 +16,6 @@ from omni_connector.copy.host_rows import SHARED_BYTES, Sharing, begin_hashing, 
 from omni_connector.copy.native import (
     ALIGNMENT,
     LEAST_HASHED,
-    KeptSums,
-    RowEnds,
     Rows,
     begin,
     checksums,
@@ -25,7 +23,6 @@ from omni_connector.copy.native import (
 )
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.kv.convert import PageRun
-from omni_connector.kv.parts import inner_ends
 from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of, split
 
 _HASHED_BYTES = 512 * 1024
@@ -79,9 +76,6 @@ class _GroupParts:
     Args:
         rows: its content, as machine code copies it.
         pages: its pages, in slot order.
-        parts: the same rows, cut at the inner ends of parts; see `kv.parts`.
-        ends: those of these rows that are the last before such an end.
-        last: the last of `rows`.
         whole: its segments, in slot order.
         hashed: the same cut so small that they are hashed while they are still in the cache.
         padding: what the group reserves beside its content, `(num_blocks, ...)` each.
@@ -90,9 +84,6 @@ class _GroupParts:
 
     rows: Rows
     pages: list[_Part]
-    parts: Rows
-    ends: RowEnds
-    last: RowEnds
     whole: list[_Part]
     hashed: list[_Part]
     padding: list[NDArray[np.uint8]]
@@ -108,15 +99,9 @@ class _GroupParts:
             for segment in content
             for start in segment.row_starts
         ]
-        whole = Rows.of(rows, canonical.num_blocks)
-        cuts = inner_ends([page.nbytes for page in pages])
-        parts = whole.between(0, whole.nbytes, cuts) if cuts else whole
         return cls(
-            whole,
+            Rows.of(rows, canonical.num_blocks),
             [_Part.of(canonical, page) for page in pages],
-            parts,
-            RowEnds(np.isin(parts.offsets + parts.lengths, cuts).astype(np.uint8)),
-            RowEnds((np.arange(len(rows)) == len(rows) - 1).astype(np.uint8)),
             [_Part.of(canonical, segment) for segment in content],
             [_Part.of(canonical, segment) for segment in cut],
             [_Part.of(canonical, segment).blocks for segment in padding_of(pages)],
@@ -135,7 +120,6 @@ class CpuCopier(BlockCopier):
         shared_bytes: fewest bytes that a thread copies of a shared copy.
     """
 
-    makes_part_sums = True
     shared_bytes = SHARED_BYTES
 
     def __init__(
@@ -193,13 +177,8 @@ class CpuCopier(BlockCopier):
         count = len(copy.block_ids)
         size = self._layout.group_bytes[copy.group]
         rows = group.rows
-        stored = copy.slots
-        if copy.sums is not None:
-            stored = copy.slots[: copy.sums.table.num_slots]
-            if copy.sums.place is None:
-                rows = group.parts
         blocks = rows.blocks(copy.block_ids)
-        slots = rows.slots(stored, copy.slot_ids)
+        slots = rows.slots(copy.slots, copy.slot_ids)
         targets = slots if saving else blocks
         sources = blocks if saving else slots
         if (
@@ -214,10 +193,7 @@ class CpuCopier(BlockCopier):
                 copy, count * size, lambda part: self._copy_by_numpy(part, saving, cancelled)
             )
         states = begin(count, rows.nbytes) if copy.states is None else copy.states
-        kept = _kept_sums(copy, group)
-        run = native.copying(
-            targets, sources, rows.lengths, states, checksum=copy.checksum, kept=kept
-        )
+        run = native.copying(targets, sources, rows.lengths, states, checksum=copy.checksum)
         step = max(1, count if cancelled is None else _COPIED_BYTES // size)
         given_up: list[int] = []
 
@@ -237,21 +213,19 @@ class CpuCopier(BlockCopier):
         return checksums(states) if copy.checksum else np.zeros(count, np.uint64)
 
     def _copy_pages(
-        self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int, hashed: tuple[int, int]
+        self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int
     ) -> NDArray[np.uint64] | None:
         group = self._groups[copy.group]
         rows = [self._rows_of(copy.group, run.first, run.end) for run in runs]
-        edges = [*hashed, length, *(run.at for run in runs)]
+        edges = [length, *(run.at for run in runs)]
         by_native = self._is_for_native(rows, edges if copy.checksum else ())
-        if copy.states is not None and not by_native:
-            return None
         if group.padding:
             for block, _, count in consecutive(copy.block_ids, copy.block_ids, length):
                 _zero(group.padding, block, count)
 
         def load(part: BlockCopy) -> NDArray[np.uint64]:
             if by_native:
-                return self._load_pages(part, runs, rows, length, hashed)
+                return self._load_pages(part, runs, rows, length)
             return self._load_pages_by_numpy(part, runs, length)
 
         return self._shared(copy, len(copy.block_ids) * sum(run.nbytes for run in runs), load)
@@ -296,19 +270,18 @@ class CpuCopier(BlockCopier):
         runs: Sequence[PageRun],
         rows: Sequence[Rows],
         length: int,
-        hashed: tuple[int, int],
     ) -> NDArray[np.uint64]:
         native = native_copy()
         assert native is not None
-        states = begin(len(copy.block_ids), length) if copy.states is None else copy.states
-        done, end = hashed
+        states = begin(len(copy.block_ids), length)
+        done = 0
         for run, each in zip(runs, rows, strict=True):
             self._pass_over(copy, done, run.at, states)
             done = run.at + run.nbytes
             sources = each.slots(copy.slots[:, run.at : done], copy.slot_ids)
             targets = each.blocks(copy.block_ids)
             native(targets, sources, each.lengths, states, checksum=copy.checksum)
-        self._pass_over(copy, done, end, states)
+        self._pass_over(copy, done, length, states)
         return checksums(states) if copy.checksum else np.zeros(len(states), np.uint64)
 
     def _pass_over(self, copy: BlockCopy, first: int, end: int, states: NDArray[np.uint64]) -> None:
@@ -361,18 +334,6 @@ class CpuCopier(BlockCopier):
             if not saving:
                 _zero(group.padding, block, count)
         return np.array(sums, np.uint64) if sums else np.zeros(len(copy.block_ids), np.uint64)
-
-
-def _kept_sums(copy: BlockCopy, group: _GroupParts) -> KeptSums | None:
-    """Where machine code writes the sums at the ends of parts; None where no part ends."""
-    sums = copy.sums
-    if sums is None or not copy.checksum:
-        return None
-    if sums.place is not None:
-        return KeptSums(sums.table, copy.slot_ids, sums.generations, group.last, sums.place)
-    if not group.ends.count:
-        return None
-    return KeptSums(sums.table, copy.slot_ids, sums.generations, group.ends)
 
 
 def _copy_hashed(

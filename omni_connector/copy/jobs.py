@@ -14,8 +14,7 @@ from typing import ClassVar, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.arena.part_sums import PartSums
-from omni_connector.copy.copier import BlockCopier, SumRows
+from omni_connector.copy.copier import BlockCopier
 from omni_connector.copy.layered import Forward, LayeredSave, LayerRanges
 from omni_connector.copy.threads import NO_JOB_ID, Outcome, Work
 from omni_connector.errors import DeviceMemoryError
@@ -159,7 +158,6 @@ class Saver:
         arena: whose slots are written.
         copier, layer_ranges: of this rank's KV caches; the copier knows the layer_ranges.
         checksum: whether slots carry checksums.
-        part_sums: of the arena; None where it has none.
     """
 
     def __init__(
@@ -169,12 +167,10 @@ class Saver:
         copier: BlockCopier,
         layer_ranges: LayerRanges,
         checksum: bool,
-        part_sums: PartSums | None = None,
     ) -> None:
         self._arena = arena
         self._layout = layer_ranges.layout
         self._batches = batch_blocks(self._layout, copier.speed)
-        self._part_sums = part_sums if checksum else None
         self._copies = partial(LayeredSave, copier, layer_ranges, checksum)
 
     def work(self, job_id: int, spec: SaveSpec, fence: object) -> Work:
@@ -189,10 +185,7 @@ class Saver:
             outcome = Outcome(job_id)
             complete = False
             try:
-                sums = None
-                if self._part_sums is not None:
-                    sums = SumRows(self._part_sums.table, spec.generations)
-                copies = self._copies(forward, spec.blocks, self._arena.slots, spec.slots, sums)
+                copies = self._copies(forward, spec.blocks, self._arena.slots, spec.slots)
                 if not forward.ended:
                     self._arena.begin_writes(slots, generations)
                     yield True

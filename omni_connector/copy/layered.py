@@ -14,11 +14,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.copy.copier import BlockCopier, BlockCopy, Landed, SumRows
+from omni_connector.copy.copier import BlockCopier, BlockCopy, Landed
 from omni_connector.copy.threads import UNTIL_NOTIFIED
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.kv.convert import PageRun
-from omni_connector.kv.parts import inner_ends
 from omni_connector.kv.spans import BlockSpans
 from omni_connector.runtime.trace import Trace, now
 
@@ -96,15 +95,12 @@ class LayerRange:
         number: of the group that the copier knows it as.
         first, end: its bytes of the slot.
         layers: the names of the layer; several where others read its cache.
-        part: the number of the part of the slot that ends with it, if it is not the last one; None
-            if no part does. See `kv.parts`.
     """
 
     number: int
     first: int
     end: int
     layers: frozenset[str]
-    part: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +117,6 @@ class LayerRanges:
     canonical: CanonicalKVCaches
     layout: SlotLayout
     of_groups: tuple[tuple[LayerRange, ...], ...]
-
-    @property
-    def part_ends(self) -> tuple[tuple[int, ...], ...]:
-        """For each real group the inner ends of the parts of its slots; see `kv.parts`."""
-        return tuple(
-            tuple(each.end for each in group if each.part is not None) for group in self.of_groups
-        )
 
     @classmethod
     def of(
@@ -148,13 +137,11 @@ class LayerRanges:
         of_groups = []
         for group_pages, group_addresses in zip(canonical.pages, addresses, strict=True):
             layer_ranges = []
-            ends = inner_ends([page.nbytes for page in group_pages])
             for page in group_pages:
                 at = page.storage + page.start
                 layers = frozenset(name for name, each in group_addresses.items() if each == at)
                 end = page.slot_offset + page.nbytes
-                part = ends.index(end) if end in ends else None
-                layer_ranges.append(LayerRange(len(pages), page.slot_offset, end, layers, part))
+                layer_ranges.append(LayerRange(len(pages), page.slot_offset, end, layers))
                 pages.append((replace(page, slot_offset=0),))
                 sizes.append(page.nbytes)
             of_groups.append(tuple(layer_ranges))
@@ -175,8 +162,6 @@ class LayeredSave:
         blocks: what is copied.
         slots: `(n_slots, slot_bytes)`, writable.
         slot_ids: the slot of each of `blocks.block_ids`, unused for a null block.
-        sums: where the sums at the inner ends of parts are written, too; None where they are not
-            wanted, or there are no checksums.
     """
 
     def __init__(
@@ -188,10 +173,8 @@ class LayeredSave:
         blocks: BlockSpans,
         slots: NDArray[np.uint8],
         slot_ids: NDArray[np.int64],
-        sums: SumRows | None = None,
     ) -> None:
         self._copier = copier
-        self._sum_rows = sums
         self._layer_ranges = layer_ranges.of_groups
         self._forward = forward
         self._block_ids = blocks.block_ids
@@ -297,11 +280,8 @@ class LayeredSave:
     ) -> bool:
         """Copy whole slots, whatever was copied of them before."""
         some = _span(places)
-        sums = self._sum_rows
-        if sums is not None:
-            sums = SumRows(sums.table, sums.generations[some])
         ids = self._block_ids[some], self._slots, self._slot_ids[some]
-        whole = BlockCopy(group, *ids, self._checksum, self._forward.fence, sums=sums)
+        whole = BlockCopy(group, *ids, self._checksum, self._forward.fence)
         return self._copier.save(whole, cancelled=cancelled, landed=landed) is not None
 
     def _hashed_at_end(self, group: int) -> bool:
@@ -326,13 +306,9 @@ class LayeredSave:
             self._states[group] = self._copier.begin(numbers, self._slots, len(self._slot_ids))
         states = self._states.get(group)
         of_these = None if states is None else states[some]
-        sums = None
-        if self._sum_rows is not None and of_these is not None and layer_range.part is not None:
-            generations = self._sum_rows.generations[some]
-            sums = SumRows(self._sum_rows.table, generations, layer_range.part)
         ids = self._block_ids[some], bytes_of_it, slot_ids
         goes_on = states is not None
-        copy = BlockCopy(layer_range.number, *ids, goes_on, fence, of_these, sums)
+        copy = BlockCopy(layer_range.number, *ids, goes_on, fence, of_these)
         copied = self._copier.save(copy, cancelled=cancelled)
         if copied is None:
             return False
@@ -357,7 +333,6 @@ class TracedCopier(BlockCopier):
     def __init__(self, inner: BlockCopier, layer_ranges: LayerRanges, trace: Trace) -> None:
         super().__init__(layer_ranges.layout)
         self.speed = inner.speed
-        self.makes_part_sums = inner.makes_part_sums
         self.pinned_at_once = inner.pinned_at_once
         self._inner = inner
         self._trace = trace
@@ -390,14 +365,10 @@ class TracedCopier(BlockCopier):
         return checksums
 
     def load_pages(
-        self,
-        copy: BlockCopy,
-        runs: Sequence[PageRun],
-        length: int,
-        hashed: tuple[int, int] | None = None,
+        self, copy: BlockCopy, runs: Sequence[PageRun], length: int
     ) -> NDArray[np.uint64] | None:
         began = now()
-        checksums = self._inner.load_pages(copy, runs, length, hashed)
+        checksums = self._inner.load_pages(copy, runs, length)
         if checksums is not None:
             blocks = len(copy.block_ids)
             size = blocks * sum(run.nbytes for run in runs)

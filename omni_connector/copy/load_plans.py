@@ -9,12 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.copy.jobs import LoadSpec
-from omni_connector.errors import LayoutError
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey, LayerPlaces
-from omni_connector.kv.convert import PageRun, SlotConverter, page_starts
+from omni_connector.kv.convert import PageRun, SlotConverter
 from omni_connector.kv.heads import HeadSlice, head_sources
-from omni_connector.kv.parts import inner_ends
 from omni_connector.kv.shapes import (
     GroupShape,
     converter,
@@ -46,9 +44,6 @@ class LoadSource:
             bytes of our blocks.
         heads: those that are taken from it, for each layer that the converter copies.
         runs: where the pages lie that are taken from it, if they are whole; else none.
-        part_ends: inner ends of the parts of its slots; see `kv.parts`.
-        hashed: the bytes of the parts that the runs are in: first and end.
-        most_part_ends: most inner ends of any of its slots, of whatever group; 0 if not known.
         shard: which shard of the peer's blocks it has, if they are divided; else 0.
     """
 
@@ -57,9 +52,6 @@ class LoadSource:
     converter: SlotConverter | StateSlices | None = None
     heads: tuple[HeadSlice, ...] = ()
     runs: tuple[PageRun, ...] = ()
-    part_ends: tuple[int, ...] = ()
-    hashed: tuple[int, int] = (0, 0)
-    most_part_ends: int = 0
     shard: int = 0
 
 
@@ -323,7 +315,6 @@ class LoadPlans:
         """
         theirs = source.stages[source_stage][source_group]
         rank = self._rank % self._ranks
-        ends = _part_ends(source.stages[source_stage])
         alike = source.ranks == self._ranks
         converts = converter(theirs, ours, places=pairs, like_ranks=alike)
         by_rank: dict[int, list[HeadSlice]] = {}
@@ -347,9 +338,6 @@ class LoadPlans:
                 converts,
                 tuple(heads),
                 converts.page_runs,
-                ends[source_group],
-                _hashed(converts.page_runs, ends[source_group], converts.source_bytes),
-                max(map(len, ends)),
                 of_stage % shards,
             )
             for of_stage, heads in sorted(by_rank.items())
@@ -369,22 +357,3 @@ class LoadPlans:
         if found is None:
             return [(stage, group, None)]
         return [(each.stage, each.group, each.places) for each in found.read_by(ours)]
-
-
-def _part_ends(groups: Sequence[GroupShape]) -> list[tuple[int, ...]]:
-    """For each group of a rank the inner ends of the parts of its slots; none if not all of them
-    can be told."""
-    try:
-        sizes = [np.diff(page_starts(group.pages)).tolist() for group in groups]
-    except LayoutError:
-        return [()] * len(groups)
-    return [inner_ends(each) for each in sizes]
-
-
-def _hashed(runs: Sequence[PageRun], ends: Sequence[int], length: int) -> tuple[int, int]:
-    """First and end of the parts that some pages of slots of `length` bytes are in."""
-    if not runs:
-        return 0, length
-    edges = [0, *ends, length]
-    first = max(edge for edge in edges if edge <= runs[0].at)
-    return first, min(edge for edge in edges if edge >= runs[-1].at + runs[-1].nbytes)

@@ -13,12 +13,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena
-from omni_connector.arena.part_sums import PartSums, SumsLayout
 from omni_connector.arena.pinning import Pins
 from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.copy.jobs import LoadSpec, batch_blocks
 from omni_connector.copy.load_plans import LoadPlans, LoadStep, SlotPart
-from omni_connector.copy.native import SUMS, begin, resume
 from omni_connector.copy.threads import Outcome, Work
 from omni_connector.errors import (
     ChecksumError,
@@ -229,18 +227,6 @@ class _Sources:
             raise
         return fetched
 
-    def part_sums(self, part: SlotPart) -> NDArray[np.uint64] | None:
-        """The sums of mapped slots at the inner ends of their parts `(n, ends, 8)`; None where the
-        arena does not have all of them."""
-        remote = self._remote(part)
-        source = part.source
-        endpoint = remote.endpoint
-        layout = SumsLayout.of(endpoint.n_slots, endpoint.slot_bytes, source.most_part_ends)
-        sums = None if layout is None else PartSums.found(remote, layout)
-        if sums is None:
-            return None
-        return sums.read(part.rows, part.generations, len(source.part_ends))
-
     def _remote(self, part: SlotPart) -> RemoteArena:
         return self._remotes[self._spec.arenas[part.arena]]
 
@@ -369,9 +355,6 @@ class _Load:
         if step.plan.page_bytes < self._rank.layout.group_bytes[step.group]:
             copier.zero(step.group, step.block_ids, fence=self._fence)
         for part, slots in zip(step.by_arena(), found, strict=True):
-            if self._load_parts(step, part, slots):
-                yield True
-                continue
             checked = self._checks(slots)
             block_ids = step.block_ids[part.at]  # each block has one slot of each source
             copy = BlockCopy(step.group, block_ids, slots.rows, slots.index, checked, self._fence)
@@ -380,42 +363,6 @@ class _Load:
                 return False
             yield True
             self._compare(part, checksums, slots)
-        return True
-
-    def _load_parts(self, step: LoadStep, part: SlotPart, slots: Slots) -> bool:
-        """Copy pages and check the parts that they are in alone, if that can be done. Otherwise
-        nothing is copied."""
-        source = part.source
-        first, end = hashed = source.hashed
-        if not slots.in_place or not self._rank.checksum or end - first == source.length:
-            return False
-        sums = self._sources.part_sums(part)
-        if sums is None:
-            return False
-        states = begin(len(part.at), source.length)
-        if first:
-            states = resume(sums[:, source.part_ends.index(first)], first, source.length)
-        copy = BlockCopy(
-            step.group,
-            step.block_ids[part.at],
-            slots.rows,
-            slots.index,
-            checksum=True,
-            fence=self._fence,
-            states=states,
-        )
-        checksums = self._rank.copier.load_pages(copy, source.runs, source.length, hashed)
-        if checksums is None:
-            return False
-        if end == source.length:
-            self._compare(part, checksums, slots)
-            return True
-        self._compare(part, None, slots)
-        wanted = sums[:, source.part_ends.index(end)]
-        wrong = np.flatnonzero((states[:, :SUMS] != wanted).any(axis=1))
-        if len(wrong):
-            slot = part.slots[wrong[0]]
-            raise ChecksumError(f"slot {slot}: other bytes from {first} to {end} than published")
         return True
 
     def _convert(self, step: LoadStep, found: Sequence[Slots]) -> Generator[bool, None, None]:
@@ -451,16 +398,11 @@ class _Load:
         """Whether checksums are compared. Of what travelled they are, in any case."""
         return self._rank.checksum or not slots.in_place
 
-    def _compare(
-        self,
-        part: SlotPart,
-        checksums: NDArray[np.uint64] | None,
-        slots: Slots,
-    ) -> None:
-        """Raise unless the slots are as they were, with these checksums if there are any, and hold
-        the blocks that are wanted."""
+    def _compare(self, part: SlotPart, checksums: NDArray[np.uint64], slots: Slots) -> None:
+        """Raise unless the slots are as they were, with these checksums if these are compared, and
+        hold the blocks that are wanted."""
         headers = slots.headers()
-        if checksums is not None and self._checks(slots):
+        if self._checks(slots):
             for at in np.flatnonzero(checksums != headers.checksums)[:1].tolist():
                 raise ChecksumError(
                     f"slot {part.slots[at]}: checksum {checksums[at]:#x}, published "

@@ -24,7 +24,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.arena.part_sums import SumTable
 from omni_connector.runtime.machine_code import CodeDeniedError, compiled, kernel
 
 logger = logging.getLogger("vllm.omni_connector.native")
@@ -85,10 +84,10 @@ class Rows:
         places = starts, strides, ends - lengths, lengths
         return cls(*places, num_blocks, int(lengths.sum()), bool(whole))
 
-    def between(self, first: int, end: int, cuts: Sequence[int] = ()) -> "Rows":
+    def between(self, first: int, end: int) -> "Rows":
         """The same rows of a slot's bytes from `first` to `end` alone, with offsets from `first`
-        on. No row crosses one of the bytes `cuts`."""
-        edges = np.unique([first, end, *cuts, *self.offsets.tolist()])
+        on."""
+        edges = np.unique([first, end, *self.offsets.tolist()])
         edges = edges[(edges >= first) & (edges <= end)]
         begins = edges[:-1]
         row = np.searchsorted(self.offsets, begins, side="right") - 1
@@ -136,82 +135,9 @@ def begin(slots: int, nbytes: int) -> NDArray[np.uint64]:
     return states
 
 
-def resume(sums: NDArray[np.uint64], first: int, nbytes: int) -> NDArray[np.uint64]:
-    """States of the checksums of slots of `nbytes` bytes, before a copy from byte `first` on.
-
-    Args:
-        sums: behind the bytes before `first` `(slots, 8)`; see `KeptSums`.
-        first, nbytes: multiples of `ALIGNMENT`.
-    """
-    states = begin(len(sums), nbytes)
-    states[:, :-2] = sums
-    states[:, -2] -= np.uint64(first // ALIGNMENT)
-    return states
-
-
 def checksums(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The checksums `(slots,)` that states `(slots, 10)` give when all bytes were copied."""
     return states[:, -1].copy()
-
-
-class RowEnds:
-    """Rows of a copy behind which the sums are wanted.
-
-    Args:
-        rows: not 0 for each of them `(rows,)`.
-
-    Attributes:
-        count: how many these are.
-        shape, address: of `rows`.
-    """
-
-    def __init__(self, rows: NDArray[np.uint8]) -> None:
-        self._rows = np.ascontiguousarray(rows)
-        self.count = int(np.count_nonzero(rows))
-        self.shape = rows.shape
-        self.address = _address(self._rows)
-
-
-class KeptSums:
-    """Where copies of some slots write the sums behind some of their rows.
-
-    Args:
-        table: takes the sums. The caller keeps its memory.
-        slot_ids: rows of the table `(slots,)`, which the caller has checked.
-        generations: of these slots `(slots,)`.
-        ends: the rows of the copy.
-        first: the place of the first of these sums.
-
-    Attributes:
-        shape: of the copy, `(slots, rows)`.
-
-    Raises:
-        ValueError: arrays of other shapes.
-    """
-
-    def __init__(
-        self,
-        table: SumTable,
-        slot_ids: NDArray[np.int64],
-        generations: NDArray[np.int64],
-        ends: RowEnds,
-        first: int = 0,
-    ) -> None:
-        if generations.shape != slot_ids.shape or table.places < first + ends.count:
-            raise ValueError(
-                f"sums of slots {slot_ids.shape} in generations {generations.shape}, from place "
-                f"{first} to {first + ends.count} of {table.places}"
-            )
-        self.shape = *slot_ids.shape, *ends.shape
-        # Arrays of which only the addresses are used below.
-        self._kept = np.ascontiguousarray(slot_ids), np.ascontiguousarray(generations), ends
-        self._places = table.address, table.stride, ends.address, first
-        self._slot_ids = _address(self._kept[0])
-        self._generations = _address(self._kept[1])
-
-    def arguments(self, first: int) -> tuple[int, ...]:
-        """What the machine code is told, for slots from number `first` on."""
-        return *self._places, self._slot_ids + 8 * first, self._generations + 8 * first
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -229,13 +155,9 @@ class NativeCopy:
         self._engine = compiled(kernel(__name__, "copy.ll"))  # the code is gone with it
         pointer = ctypes.c_void_p
         number = ctypes.c_int64
-        arguments = *(3 * [pointer]), number, number, pointer
-        kind = ctypes.CFUNCTYPE(None, *arguments)
+        kind = ctypes.CFUNCTYPE(None, *(3 * [pointer]), number, number, pointer)
         self._copy = kind(self._engine.get_function_address("copy"))
         self._copy_hashed = kind(self._engine.get_function_address("copy_hashed"))
-        table = pointer, number, pointer, number, pointer, pointer
-        keeping = ctypes.CFUNCTYPE(None, *arguments, *table)
-        self._copy_keeping = keeping(self._engine.get_function_address("copy_keeping"))
         hashing = ctypes.CFUNCTYPE(None, pointer, pointer, number, number, pointer)
         self._hash = hashing(self._engine.get_function_address("hash"))
 
@@ -259,7 +181,6 @@ class NativeCopy:
         states: NDArray[np.uint64],
         *,
         checksum: bool,
-        kept: KeptSums | None = None,
     ) -> "OfSlots":
         """What copies the rows of some slots, for several threads to call.
 
@@ -268,20 +189,14 @@ class NativeCopy:
             lengths: bytes, multiples of `ALIGNMENT` `(rows,)`.
             states: of `begin` `(slots, 10)`, and then of the copy that had the bytes before these.
             checksum: whether to go on with the checksums; without, states have none.
-            kept: where the sums behind some rows are written; only with checksums.
 
         Raises:
             ValueError: arrays of other shapes; nothing was copied.
         """
         if sources.shape != targets.shape:
             raise ValueError(f"rows {targets.shape} from {sources.shape}, lengths {lengths.shape}")
-        places = targets, sources
-        if kept is None:
-            run = self._copy_hashed if checksum else self._copy
-            return OfSlots(run, places, lengths, states)
-        if not checksum or kept.shape != targets.shape:
-            raise ValueError(f"sums of {kept.shape} for {targets.shape}, checksum {checksum}")
-        return OfSlots(self._copy_keeping, places, lengths, states, kept)
+        run = self._copy_hashed if checksum else self._copy
+        return OfSlots(run, (targets, sources), lengths, states)
 
     def hash(
         self,
@@ -311,7 +226,6 @@ class OfSlots:
         places: addresses `(slots, rows)`, one array or two.
         lengths: bytes `(rows,)`.
         states: of checksums `(slots, 10)`.
-        kept: where the code writes sums, if it keeps any.
 
     Raises:
         ValueError: arrays of other shapes.
@@ -323,7 +237,6 @@ class OfSlots:
         places: tuple[NDArray[np.int64], ...],
         lengths: NDArray[np.int64],
         states: NDArray[np.uint64],
-        kept: KeptSums | None = None,
     ) -> None:
         slots, self._rows = places[0].shape
         if (
@@ -335,7 +248,6 @@ class OfSlots:
                 f"rows {places[0].shape}, lengths {lengths.shape}, states {states.shape}"
             )
         self._run = run
-        self._kept_sums = kept
         # Arrays of which only the addresses are used below.
         self._kept = [np.ascontiguousarray(each) for each in (*places, lengths)] + [states]
         *self._places, self._lengths, self._states = map(_address, self._kept)
@@ -345,8 +257,7 @@ class OfSlots:
         first = slots.start
         places = [each + first * self._rows * 8 for each in self._places]
         states = self._states + first * _STATE_BYTES
-        sums = () if self._kept_sums is None else self._kept_sums.arguments(first)
-        self._run(*places, self._lengths, slots.stop - first, self._rows, states, *sums)
+        self._run(*places, self._lengths, slots.stop - first, self._rows, states)
 
 
 @functools.cache
@@ -392,31 +303,3 @@ def _check(copy: NativeCopy) -> None:
                 or checksums(passed).tolist() != hashes
             ):
                 raise RuntimeError("its results differ from those of numpy and xxhash")
-        behind = _sums_behind_rows(copy, target, source, np.array(lengths, np.int64))
-        for number, end in enumerate(ends.tolist()):
-            passed = begin(2, size)
-            sources = source.ctypes.data + size * np.arange(2)[:, None]
-            copy.hash(sources, np.array([end]), passed)
-            if not np.array_equal(behind[::-1, number], passed[:, :SUMS]):
-                raise RuntimeError("its sums behind rows differ from those of as many bytes")
-
-
-def _sums_behind_rows(
-    copy: NativeCopy, target: NDArray[np.uint8], source: NDArray[np.uint8], lengths: NDArray[Any]
-) -> NDArray[np.uint64]:
-    """The sums behind each row `(slots, rows, 8)` when two slots are copied to the rows of a table
-    in reverse order."""
-    rows = len(lengths)
-    words = SUMS * (1 + rows)
-    room: Any = np.zeros(2 * words + SUMS, np.uint64)
-    table = room[-room.ctypes.data % ALIGNMENT // room.itemsize :][: 2 * words].reshape(2, words)
-    offsets = np.cumsum(lengths) - lengths + target.shape[1] * np.arange(2)[:, None]
-    ends = RowEnds(np.ones(rows, np.uint8))
-    kept = KeptSums(SumTable(table), np.array([1, 0]), np.array([7, 9]), ends)
-    places = offsets + target.ctypes.data, offsets + source.ctypes.data
-    run = copy.copying(*places, lengths, begin(*target.shape), checksum=True, kept=kept)
-    run(slice(0, len(target)))
-    if table[:, 0].tolist() != [9, 7]:
-        raise RuntimeError("the generations beside its sums differ from those given")
-    sums: NDArray[np.uint64] = table[:, SUMS:].reshape(2, rows, SUMS)
-    return sums

@@ -290,7 +290,7 @@ class _Call:
     Attributes:
         direction: whose stream and buffers it uses.
         taken: what is copied of each slot, in the order of slots and of rows.
-        hashed: from which byte of a slot to which the checksum goes on.
+        length: bytes of a slot, all of which are hashed.
         slots: the slots of the copy, as a tensor; None where the device may not use them itself.
         sums: the checksums `(n,)`.
         device_hashes: whether the device makes them, of rows that are whole slots.
@@ -300,7 +300,7 @@ class _Call:
     copy: BlockCopy
     on_device: GroupOnDevice
     taken: tuple[_Taken, ...]
-    hashed: tuple[int, int]
+    length: int
     slots: torch.Tensor | None
     sums: NDArray[np.uint64]
     device_hashes: bool
@@ -318,7 +318,7 @@ class _Call:
     @property
     def hashes_what_it_copies(self) -> bool:
         """Whether the bytes that are hashed are those that are copied, no others."""
-        return [(each.at, each.at + each.nbytes) for each in self.taken] == [self.hashed]
+        return [(each.at, each.nbytes) for each in self.taken] == [(0, self.length)]
 
     @property
     def in_a_piece(self) -> bool:
@@ -496,11 +496,11 @@ class StagedCopier(BlockCopier):
         return call.sums if self._pump(call, cancelled, start, end, landed) else None
 
     def _copy_pages(
-        self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int, hashed: tuple[int, int]
+        self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int
     ) -> NDArray[np.uint64] | None:
         call = self._call_of_slots(copy, runs, length)
         if call is None:
-            call = self._call_of_pages(copy, runs, length, hashed)
+            call = self._call_of_pages(copy, runs, length)
         if call is None or not self._rows_at_once(call.on_device):
             return None
         self._pump(call, None, self._in, self._landed)
@@ -551,13 +551,13 @@ class StagedCopier(BlockCopier):
         copy: BlockCopy,
         on_device: GroupOnDevice,
         taken: tuple[_Taken, ...],
-        hashed: tuple[int, int],
+        length: int,
         *,
         device_hashes: bool = False,
     ) -> _Call:
         slots = _as_tensor(copy.slots)
         sums = np.zeros(len(copy.block_ids), np.uint64)
-        return _Call(direction, copy, on_device, taken, hashed, slots, sums, device_hashes)
+        return _Call(direction, copy, on_device, taken, length, slots, sums, device_hashes)
 
     def _call_of_blocks(self, copy: BlockCopy, direction: Direction) -> _Call:
         """A copy of all pages of blocks."""
@@ -566,26 +566,24 @@ class StagedCopier(BlockCopier):
         whole = copy.checksum and copy.states is None
         device_hashes = whole and self._stream.can_hash(size)
         taken = (_Taken(0, 0, size),)
-        hashed = (0, size)
-        return self._call(direction, copy, on_device, taken, hashed, device_hashes=device_hashes)
+        return self._call(direction, copy, on_device, taken, size, device_hashes=device_hashes)
 
     def _call_of_slots(
         self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int
     ) -> _Call | None:
         """A load of pages for which whole slots cross to the device, which hashes them; None where
         it does not."""
-        if not copy.checksum or copy.states is not None or not self._stream.can_hash(length):
+        if not copy.checksum or not self._stream.can_hash(length):
             return None
         on_device = self._with_pages(copy.group, runs, length)
         if on_device is None or not self._rows_at_once(on_device):
             return None
         taken = (_Taken(0, 0, length),)
-        hashed = (0, length)
-        call = self._call(self._loads, copy, on_device, taken, hashed, device_hashes=True)
+        call = self._call(self._loads, copy, on_device, taken, length, device_hashes=True)
         return None if self._pieces(call, copy.slot_ids) is None else call
 
     def _call_of_pages(
-        self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int, hashed: tuple[int, int]
+        self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int
     ) -> _Call | None:
         """A load of pages that cross to the device alone; None where that is not possible."""
         on_device = self._with_pages(copy.group, runs, None)
@@ -596,14 +594,10 @@ class StagedCopier(BlockCopier):
         for run in runs:
             taken.append(_Taken(run.at, place, run.nbytes))
             place += run.nbytes
-        states = copy.states if copy.checksum else None
-        edges = [*hashed, length, *(run.at for run in runs), *(run.nbytes for run in runs)]
+        edges = [length, *(run.at for run in runs), *(run.nbytes for run in runs)]
         if copy.checksum and length >= LEAST_HASHED and hashes_between(edges):
-            states = begin(len(copy.block_ids), length) if states is None else states
-        elif states is not None:
-            return None
-        copy = replace(copy, states=states)
-        return self._call(self._loads, copy, on_device, tuple(taken), hashed)
+            copy = replace(copy, states=begin(len(copy.block_ids), length))
+        return self._call(self._loads, copy, on_device, tuple(taken), length)
 
     def _make_pages(
         self, group: int, runs: tuple[PageRun, ...], length: int | None
@@ -798,7 +792,7 @@ class StagedCopier(BlockCopier):
         stored = call.copy.slots
         states = call.states(batch)
         hashes = call.host_hashes and (states is not None or call.hashes_what_it_copies)
-        done, end = call.hashed
+        done = 0
         for taken in call.taken:
             if hashes and done < taken.at:
                 self._host_rows.hash(stored[:, done : taken.at], batch.slot_ids, states)
@@ -810,9 +804,9 @@ class StagedCopier(BlockCopier):
             )
             if hashes:
                 call.sums[batch.places] = sums
-        if call.host_hashes and (done < end or not hashes or not call.taken):
-            first = done if hashes else call.hashed[0]
-            sums = self._host_rows.hash(stored[:, first:end], batch.slot_ids, states)
+        if call.host_hashes and (done < call.length or not hashes or not call.taken):
+            rest = stored[:, done if hashes else 0 : call.length]
+            sums = self._host_rows.hash(rest, batch.slot_ids, states)
             call.sums[batch.places] = sums
         return buffer
 
@@ -827,7 +821,7 @@ class StagedCopier(BlockCopier):
 
     def _hash(self, call: _Call, batch: _Batch) -> None:
         """Hash the batch's slots."""
-        stored = call.copy.slots[:, slice(*call.hashed)]
+        stored = call.copy.slots[:, : call.length]
         sums = self._host_rows.hash(stored, batch.slot_ids, call.states(batch))
         call.sums[batch.places] = sums
 

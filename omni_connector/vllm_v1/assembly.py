@@ -216,7 +216,7 @@ class _Assembly:
         self._context = _context(config, self._engine_id, "scheduler", surroundings, self._stats)
         self._epoch = self._context.randbytes(TOKEN_BYTES)
         self._arenas = tuple(rank.endpoints for rank in ranks if rank.endpoints)
-        self._slots = [rank.slots for rank in ranks if rank.endpoints]
+        self._slots = [endpoints[0].n_slots for endpoints in self._arenas]
         weights = surroundings.weights_id(config, vllm_config)
         drafter = surroundings.drafter_of(vllm_config)
         self._ours = compatibility(config, vllm_config, ranks, weights, drafter)

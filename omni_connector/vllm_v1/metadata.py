@@ -106,7 +106,6 @@ class OmniHandshakeMetadata(KVConnectorHandshakeMetadata):
             scheduler half one spec for a group of several.
         scales: digest of the layers' scales; see `kernels.scales_id`.
         stripes: ranks over which the slots of the pipeline stage are spread; see `kv.stripes`.
-        slots: of the arena that hold blocks.
         shards: into how many a block is divided, in the groups of which blocks are.
     """
 
@@ -114,7 +113,6 @@ class OmniHandshakeMetadata(KVConnectorHandshakeMetadata):
     groups: tuple[GroupShape, ...]
     scales: str = ""
     stripes: int = 1
-    slots: int = 0
     shards: int = 1
 
     def encode(self) -> bytes:

@@ -2,14 +2,12 @@
 """The arena of one rank: its memory, the claim on it, and the endpoints at which peers read it."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.arena.memory_claims import Reservation
-from omni_connector.arena.part_sums import PartSums, SumsLayout
 from omni_connector.arena.pinning import PinnedMemory, Pins
 from omni_connector.arena.size import ArenaSizing
 from omni_connector.kv.compatibility import most_shards, most_stripes
@@ -27,8 +25,6 @@ class RankArena:
 
     Attributes:
         arena: the slots.
-        slots: how many of them hold blocks.
-        part_sums: what makes parts of the slots checkable; None where there is nothing of it.
         stripes: ranks over which the slots of the pipeline stage are spread; see `kv.stripes`.
         shards: into how many a block is divided, in the groups of which blocks are; else 1.
         slot_groups: of these arenas; see `kv.stripes`.
@@ -38,8 +34,6 @@ class RankArena:
     """
 
     arena: Arena
-    slots: int
-    part_sums: PartSums | None
     stripes: int
     shards: int
     slot_groups: tuple[SlotGroup, ...]
@@ -48,8 +42,6 @@ class RankArena:
 
     def close(self) -> None:
         """Let go of the memory, after what may have pinned it. Idempotent."""
-        if self.part_sums is not None:
-            self.part_sums.close()
         self.arena.close()
         if self.reservation is not None:
             self.reservation.close()
@@ -90,15 +82,12 @@ class ArenaPlan:
         groups: tuple[GroupShape, ...],
         pins: Pins,
         node: int | None = None,
-        part_ends: Sequence[Sequence[int]] = (),
     ) -> RankArena:
         """Open the arena of caches with these groups and slots of `slot_bytes`.
 
         Args:
             pins: pins the memory as it is populated, but not before this returns.
             node: the memory node that it is to lie on; None for where it is touched.
-            part_ends: for each group the inner ends of the parts of its slots, if sums are kept
-                for them; see `kv.parts`.
 
         Raises:
             ConfigError: it would not hold a single slot.
@@ -144,16 +133,10 @@ class ArenaPlan:
             if not self.prefault:
                 populated(arena.slots, arena.n_slots)  # else as far as there is memory
             self.sizing.tell(self.rank, self.ranks, size, slot_bytes, groups, stripes, slot_groups)
-            most_ends = max(map(len, part_ends), default=0)
-            layout = SumsLayout.of(arena.n_slots, slot_bytes, most_ends)
-            part_sums = None if layout is None else PartSums.create(arena, layout)
             endpoints = self.transports.export(arena, self.name)
             if self.outlives:
                 leave_arena(os.environ, arena)
         except BaseException:
-            RankArena(arena, 0, None, stripes, shards, slot_groups, (), reservation).close()
+            RankArena(arena, stripes, shards, slot_groups, (), reservation).close()
             raise
-        slots = arena.n_slots if layout is None else layout.num_slots
-        return RankArena(
-            arena, slots, part_sums, stripes, shards, slot_groups, endpoints, reservation
-        )
+        return RankArena(arena, stripes, shards, slot_groups, endpoints, reservation)

@@ -309,14 +309,9 @@ class OmniWorker:
         checksum = self._checksum or self._transports.needs_checksums
         if self._arena_plan is not None:
             node = self._threads.node
-            part_ends = layer_ranges.part_ends if copier.makes_part_sums and checksum else ()
-            arena = self._arena_plan.open(layout.slot_bytes, groups, pinning, node, part_ends)
+            arena = self._arena_plan.open(layout.slot_bytes, groups, pinning, node)
             saver = Saver(
-                arena=arena.arena,
-                copier=copier,
-                layer_ranges=layer_ranges,
-                checksum=checksum,
-                part_sums=arena.part_sums,
+                arena=arena.arena, copier=copier, layer_ranges=layer_ranges, checksum=checksum
             )
             bodies[SaveSpec] = bodies[KeepSpec] = saves, saver.work
         try:
@@ -363,7 +358,7 @@ class OmniWorker:
             handshake = OmniHandshakeMetadata((), groups, scales)
         else:
             handshake = OmniHandshakeMetadata(
-                arena.endpoints, groups, scales, arena.stripes, arena.slots, arena.shards
+                arena.endpoints, groups, scales, arena.stripes, arena.shards
             )
         return _RegisteredCaches(
             copier, pinning, loader, handshake, bodies, arena, saver, store_jobs
@@ -544,7 +539,7 @@ class OmniWorker:
         if isinstance(spec, SaveSpec) and caches.arena is not None and caches.arena.stripes > 1:
             spec = spec.of_rank(self._rank, caches.arena.stripes, caches.arena.slot_groups)
         try:
-            slots = 0 if caches.arena is None else caches.arena.slots
+            slots = 0 if caches.arena is None else caches.arena.arena.n_slots
             spec.check(self._kv_cache_config.num_blocks, slots)
         except (IndexError, ValueError):
             logger.exception("Copy job %d was not started; please report it", job_id)

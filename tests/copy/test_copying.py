@@ -12,16 +12,13 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from omni_connector.arena.part_sums import SumTable
 from omni_connector.copy import host
 from omni_connector.copy.choice import make_copier as choose_copier
-from omni_connector.copy.copier import BlockCopy, SumRows
+from omni_connector.copy.copier import BlockCopy
 from omni_connector.copy.host import CpuCopier
-from omni_connector.copy.native import begin, resume
 from omni_connector.copy.staged import StagedCopier
 from omni_connector.copy.staging import WORDS
 from omni_connector.errors import DeviceMemoryError, LayoutError
-from omni_connector.kv import parts
 from omni_connector.kv.canonical import (
     GroupSpec,
     LayerSpec,
@@ -30,7 +27,6 @@ from omni_connector.kv.canonical import (
     canonicalize_cross_layers,
 )
 from omni_connector.kv.convert import PageRun
-from omni_connector.kv.parts import inner_ends
 from omni_connector.runtime.stats import failure_kind
 
 thorough = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
@@ -184,93 +180,9 @@ def test_pages_of_slots_with_other_layers_arrive_and_the_rest_of_the_blocks_stay
     ]
 
 
-@thorough
-@given(data=st.data())
-def test_pages_are_loaded_and_parts_checked_from_the_sums_of_a_save(kv, make_copier, data):
-    shape = kv.Shape(
-        data.draw(st.integers(2, 6)),
-        data.draw(st.integers(1, 3)),
-        2,
-        32 * data.draw(st.integers(1, 9)),
-    )
-    layout_names = data.draw(st.permutations(["LBHNC", "BLHNC"]))
-    source, target = (kv.build(name, 5, [[shape]], seed=i) for i, name in enumerate(layout_names))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(parts, "PART_BYTES", data.draw(st.sampled_from([64, 500, 2000])))
-        canonical, layout = opened(source)
-        ends = inner_ends([page.nbytes for page in canonical.pages[0]])
-        copier = CpuCopier(canonical, layout)
-        slots = aligned_slots(4, layout.slot_bytes)
-        loader = make_copier(*opened(target), slots)
-        used = data.draw(st.permutations(range(4)))[:3]
-        rows = aligned_slots(4, 64 * (1 + len(ends))).view(np.uint64)
-        generations = ids([5, 6, 7])
-        copy = BlockCopy(
-            0,
-            ids([4, 0, 2]),
-            slots,
-            ids(used),
-            checksum=True,
-            sums=SumRows(SumTable(rows), generations),
-        )
-        checksums = copier.save(copy)
-        if not ends or layout.group_bytes[0] < 256:
-            assert not rows.any()
-            return
-        assert np.array_equal(rows[used, 0], generations)
-        sums = rows[used, 8:].reshape(3, len(ends), 8)
-    length = layout.group_bytes[0]
-    edges = [0, *ends, length]
-    a, b = sorted(
-        data.draw(st.lists(st.integers(0, len(edges) - 1), min_size=2, max_size=2, unique=True))
-    )
-    first, end = edges[a], edges[b]
-    pages = [
-        (page.slot_offset, page.slot_offset + page.nbytes)
-        for page in canonical.pages[0]
-        if first <= page.slot_offset < end
-    ]
-    taken = [page for page in pages if data.draw(st.booleans())]
-    spoilt = data.draw(st.none() | st.integers(0, length - 1))
-    if spoilt is not None:
-        slots[used[1], spoilt] ^= 1
-    states = begin(3, length) if not first else resume(sums[:, a - 1], first, length)
-    runs = [PageRun(at, at, to) for at, to in taken]
-    load = BlockCopy(0, ids([1, 3, 0]), slots, ids(used), checksum=True, states=states)
-    expected = target.clone()
-    for number, block in enumerate([1, 3, 0]):
-        for place, layer in enumerate(target.groups[0].layers):
-            page = canonical.pages[0][place]
-            if (page.slot_offset, page.slot_offset + page.nbytes) in taken:
-                name = layer.name
-                expected.block(name, block)[...] = source.block(name, [4, 0, 2][number])
-    untouched = target.buffer.clone()
-    found = loader.load_pages(load, runs, length, (first, end))
-    if make_copier.__name__ == "by_numpy":  # which makes checksums of whole slots only
-        assert found is None
-        assert torch.equal(target.buffer, untouched)
-        return
-    right = found == checksums if end == length else (states[:, :8] == sums[:, b - 1]).all(axis=1)
-    wrong = spoilt is not None and first <= spoilt < end
-    assert right.tolist() == [True, not wrong, True]
-    if not wrong:
-        assert torch.equal(target.buffer, expected.buffer)
-
-
 def aligned_slots(count, slot_bytes):
     room = np.zeros(count * slot_bytes + 64, np.uint8)
     return room[-room.ctypes.data % 64 :][: count * slot_bytes].reshape(count, slot_bytes)
-
-
-@pytest.mark.parametrize("hashed", [(0, 256), (256, 512), (-64, 512), (0, 576)])
-@pytest.mark.values
-def test_bytes_that_are_hashed_need_the_sums_before_them(kv, make_copier, hashed):
-    cache = kv.build("LBHNC", 2, [[kv.Shape(2, 1, 2, 32)]])
-    slots = aligned_slots(2, 4096)
-    copier = make_copier(*opened(cache), slots)
-    copy = BlockCopy(0, ids([0]), slots, ids([1]), checksum=True)
-    with pytest.raises(ValueError, match="are hashed, in a slot of 512 bytes"):
-        copier.load_pages(copy, [], 512, hashed)
 
 
 @pytest.mark.parametrize(

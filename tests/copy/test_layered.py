@@ -12,15 +12,11 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from omni_connector.arena.part_sums import SumTable
-from omni_connector.copy import layered, native
+from omni_connector.copy import layered
 from omni_connector.copy import threads as copy_threads
-from omni_connector.copy.copier import SumRows
 from omni_connector.copy.host import CpuCopier
 from omni_connector.copy.layered import Forward, LayeredSave, LayerRanges, TracedCopier
-from omni_connector.copy.native import native_copy
 from omni_connector.copy.threads import UNTIL_NOTIFIED, CopyThread, Outcome
-from omni_connector.kv import parts
 from omni_connector.kv.canonical import SlotLayout, canonicalize
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.testing import FakeClock
@@ -61,10 +57,6 @@ class Saving:
         self.slots = lines.reshape(count, -1)[:, :size]
         self.copier = make_copier(self.layer_ranges.canonical, self.layer_ranges.layout, self.slots)
         self.checksum = checksum
-        words = 8 * (1 + max(map(len, self.layer_ranges.part_ends)))
-        lines = np.zeros(count * words + 8, np.uint64)
-        self.rows = lines[-lines.ctypes.data % 64 // 8 :][: count * words].reshape(count, words)
-        self.generations = 100 + np.arange(count)
         self.copies = LayeredSave(
             self.copier,
             self.layer_ranges,
@@ -73,7 +65,6 @@ class Saving:
             self.blocks,
             self.slots,
             np.arange(count)[::-1].copy(),
-            sums=SumRows(SumTable(self.rows), self.generations) if checksum else None,
         )
         self.pieces = self.copies.follow(never)
 
@@ -118,27 +109,7 @@ class Saving:
                 expected[count - 1 - place, : len(content)] = content
                 assert found == (xxhash.xxh3_64_intdigest(content) if self.checksum else 0)
             assert sums.keys() == set(places.tolist())
-            self.check_sums(group, places)
         np.testing.assert_array_equal(self.slots, expected)
-
-    def check_sums(self, group, places):
-        """From the sums at each end of a part the rest of a slot gives its checksum. Slots that no
-        machine code has copied have none."""
-        ends = self.layer_ranges.part_ends[group]
-        made = self.copier.makes_part_sums and self.copier.begin([group], self.slots, 1) is not None
-        for place in places.tolist():
-            row = self.rows[len(self.rows) - 1 - place]
-            if not (self.checksum and made and ends):
-                assert not row.any()
-                continue
-            assert row[0] == self.generations[place]
-            content = self.after.slot(group, self.blocks.block_ids[place])
-            for number, end in enumerate(ends, 1):
-                states = native.resume(row[None, 8 * number :][:, :8], end, len(content))
-                rest = content[end:].copy()
-                length = np.array([len(rest)])
-                native_copy().hash(np.array([[rest.ctypes.data]]), length, states)
-                assert states[0, -1] == xxhash.xxh3_64_intdigest(content)
 
 
 @thorough
@@ -190,31 +161,6 @@ def test_layers_are_copied_in_the_order_of_the_slot(kv, make_copier, order):
         assert saving.copies._done == [ready]
     assert saving.end() == 3 * 3 * 64
     saving.check(8)
-
-
-@pytest.mark.parametrize("part", [64, 128, 8192])
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
-@pytest.mark.values
-def test_sums_at_the_ends_of_parts_are_those_of_the_slot(kv, monkeypatch, layout, again, part):
-    monkeypatch.setattr(parts, "PART_BYTES", part)
-    shapes = [[kv.Shape(5, 2, 16, 64)], [kv.Shape(3, 1, 2, 32), kv.Shape(3, 1, 1, 64)]]
-    source = kv.build(layout, 7, shapes, seed=1)
-    after = source.clone()
-    after.buffer.copy_(after.buffer ^ 0x55)
-    for early in range(len(shapes[0]) + 5):
-        saving = Saving(
-            lambda canonical, layout, slots: CpuCopier(canonical, layout), source.clone(), after
-        )
-        assert (not saving.layer_ranges.part_ends[1]) == (part == 8192)
-        for layer in saving.layers[:early]:
-            saving.compute(layer)
-            while not saving.advance(1):
-                pass
-        if again:
-            saving.compute(saving.layers[0])
-        saving.end()
-        saving.check(2)
 
 
 @pytest.mark.parametrize("layers", [1, 4])
@@ -565,7 +511,6 @@ def test_zeroed_blocks_are_traced() -> None:
     told: list[Any] = []
     inner: Any = SimpleNamespace(
         speed=1,
-        makes_part_sums=False,
         pinned_at_once=0,
         zero=lambda group, ids, fence=None: told.append(len(ids)),
     )

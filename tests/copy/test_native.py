@@ -11,17 +11,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector.arena.part_sums import SumTable
 from omni_connector.copy import native
-from omni_connector.copy.native import (
-    ALIGNMENT,
-    KeptSums,
-    RowEnds,
-    Rows,
-    begin,
-    checksums,
-    native_copy,
-)
+from omni_connector.copy.native import ALIGNMENT, Rows, begin, checksums, native_copy
 from omni_connector.runtime.machine_code import kernel
 
 
@@ -96,62 +87,6 @@ def test_rows_that_are_hashed_alone_count_as_those_that_are_copied(stripes, slot
     assert np.array_equal(checksums(passed), checksums(each.states))
 
 
-def table(slots, places):
-    """Rows for the sums of so many slots, at the beginning of a line."""
-    words = 8 * (1 + places)
-    room = np.full(slots * words + 8, 3, np.uint64)
-    return room[-room.ctypes.data % ALIGNMENT // 8 :][: slots * words].reshape(slots, words)
-
-
-@given(stripes=STRIPES, slots=st.integers(1, 3), data=st.data())
-def test_a_checksum_goes_on_from_the_sums_behind_any_row(stripes, slots, data):
-    each = Slots(stripes, slots)
-    wanted = data.draw(st.lists(st.booleans(), min_size=len(stripes), max_size=len(stripes)))
-    ends = np.array(wanted, np.uint8)
-    first = data.draw(st.integers(0, 2))
-    rows = table(5, first + sum(wanted) + data.draw(st.integers(0, 2)))
-    ids = np.array(data.draw(st.permutations(range(5)))[:slots])
-    kept = KeptSums(SumTable(rows), ids, 40 + ids, RowEnds(ends), first)
-    places = each.target.ctypes.data + each.offsets, each.source.ctypes.data + each.offsets
-    cut = data.draw(st.integers(0, slots))
-    run = each.copy.copying(*places, each.lengths, each.states, checksum=True, kept=kept)
-    for some in (slice(cut, slots), slice(0, cut)):  # the slots of one save in two calls
-        run(some)
-    each.check()
-    expected = np.full_like(rows, 3)
-    expected[ids, :8] = 0
-    expected[ids, 0] = 40 + ids
-    size = int(each.lengths.sum())
-    for number, row in enumerate(np.flatnonzero(ends).tolist(), first + 1):
-        behind = int(each.lengths[: row + 1].sum())
-        sums = rows[ids, 8 * number : 8 * number + 8]
-        states = native.resume(sums, behind, size)
-        each.copy.hash(places[1][:, row + 1 :], each.lengths[row + 1 :], states)
-        if behind < size:  # else nothing is left to hash
-            assert np.array_equal(checksums(states), checksums(each.states))
-        passed = begin(slots, size)
-        each.copy.hash(places[1][:, : row + 1], each.lengths[: row + 1], passed)
-        expected[ids, 8 * number : 8 * number + 8] = passed[:, :8]
-    assert np.array_equal(rows, expected)
-
-
-def test_places_for_sums_that_do_not_fit_are_refused():
-    each = Slots([8, 8], 2)
-    rows, ids, ends = SumTable(table(3, 2)), np.arange(2), RowEnds(np.ones(2, np.uint8))
-    for wrong in ((ids, ids[:1], ends), (ids, ids, ends, 1)):
-        with pytest.raises(ValueError, match="sums of slots"):
-            KeptSums(rows, *wrong)
-    one = RowEnds(np.ones(1, np.uint8))
-    places = each.target.ctypes.data + each.offsets, each.source.ctypes.data + each.offsets
-    for kept, checksum in (
-        (KeptSums(rows, ids, ids, one), True),
-        (KeptSums(rows, ids[:1], ids[:1], ends), True),
-        (KeptSums(rows, ids, ids, ends), False),
-    ):
-        with pytest.raises(ValueError, match="sums of"):
-            each.copy.copying(*places, each.lengths, each.states, checksum=checksum, kept=kept)
-
-
 @given(data=st.data())
 def test_rows_of_some_bytes_are_those_of_all(data):
     lengths = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
@@ -160,8 +95,7 @@ def test_rows_of_some_bytes_are_those_of_all(data):
     rows = Rows.of([(start, 7, n) for start, n in zip(starts, lengths, strict=True)], 3)
     first = data.draw(st.integers(0, len(whole)))
     end = data.draw(st.integers(first, len(whole)))
-    cuts = data.draw(st.lists(st.integers(0, len(whole)), max_size=3))
-    some = rows.between(first, end, cuts)
+    some = rows.between(first, end)
     found = [
         start + i
         for start, n in zip(some.starts.tolist(), some.lengths.tolist(), strict=True)
@@ -169,7 +103,6 @@ def test_rows_of_some_bytes_are_those_of_all(data):
     ]
     assert found == whole[first:end]
     assert some.offsets.tolist() == [0, *np.cumsum(some.lengths)[:-1]][: len(some.offsets)]
-    assert {cut - first for cut in cuts if first < cut < end} <= set(some.offsets.tolist())
     assert (some.strides == 7).all()
     assert some.nbytes == end - first
 
@@ -229,7 +162,6 @@ def test_numpy_copies_where_the_compiler_is_missing(caplog):
             r"(@copy_hashed(?:.*\n)*?  store <8 x i64> (?:.*\n)*?)  store <8 x i64> .*!nontemp.*",
             r"\1",
         ),
-        (r"(@copy_hashed(?:.*\n)*)  store <8 x i64> %sums\S*, .*!nontemporal !0", r"\1"),
         (r"(define void @copy_hashed(?:.*\n)*?.*phi i64 \[ )16,", r"\g<1>15,"),
         (r"i64 121, i64", "i64 120, i64"),
         (r"@SECRET, i64 11\)", "@SECRET, i64 12)"),

@@ -16,12 +16,9 @@ from hypothesis import strategies as st
 from omni_connector.copy import host_rows
 from omni_connector.copy.copier import BlockCopy
 from omni_connector.copy.host import CpuCopier
-from omni_connector.copy.host_rows import HostRows
-from omni_connector.copy.native import begin
 from omni_connector.copy.staged import StagedCopier
 from omni_connector.kv.canonical import SlotLayout, canonicalize
 from omni_connector.kv.convert import PageRun
-from omni_connector.runtime.machine_code import code_is_denied
 
 from ..kv.conftest import LAYOUTS, HostStream, Shape, build
 
@@ -221,16 +218,14 @@ def test_without_machine_code_pages_are_loaded_and_whole_slots_checked(
 ) -> None:
     monkeypatch.setattr(host_rows, "native_copy", lambda: None)
     loading = Loading(Crossings(pins=pins))
-    copier, _ = loading.load(checksum=True)
-    copy = BlockCopy(0, np.array([1]), loading.slots, np.array([8]), True, states=begin(1, LENGTH))
-    assert copier.load_pages(copy, TWO_RUNS, LENGTH) is None
+    loading.load(checksum=True)
 
 
 class Misplaced(StagedCopier):
     """Takes pages that the slots have first."""
 
-    def _call_of_pages(self, copy: BlockCopy, runs: Any, length: int, hashed: Any) -> Any:
-        call = super()._call_of_pages(copy, runs, length, hashed)
+    def _call_of_pages(self, copy: BlockCopy, runs: Any, length: int) -> Any:
+        call = super()._call_of_pages(copy, runs, length)
         assert call is not None
         return replace(call, taken=tuple(each._replace(at=each.place) for each in call.taken))
 
@@ -243,12 +238,7 @@ def test_a_copier_that_takes_other_pages_fails_the_check(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("way", ["a buffer", "transfers", "kernels"])
-@pytest.mark.parametrize("by_parts", [False, True])
-def test_pages_of_a_slot_that_is_rewritten_never_pass_with_other_bytes(
-    way: str, by_parts: bool
-) -> None:
-    if by_parts and code_is_denied():
-        pytest.skip("compiled code may not run here")
+def test_pages_of_a_slot_that_is_rewritten_never_pass_with_other_bytes(way: str) -> None:
     slots = aligned(2, LENGTH)
     originals = slots.copy()
 
@@ -267,8 +257,7 @@ def test_pages_of_a_slot_that_is_rewritten_never_pass_with_other_bytes(
     copier = StagedCopier(canonical, SlotLayout.of(canonical), stream)
     copier.direct_bytes = 1 << 40 if way == "kernels" else 0
     copier.pin(slots)
-    states = begin(2, LENGTH) if by_parts else None
-    copy = BlockCopy(0, np.array([2, 0]), slots, np.array([0, 1]), True, states=states)
+    copy = BlockCopy(0, np.array([2, 0]), slots, np.array([0, 1]), True)
     found = copier.load_pages(copy, TWO_RUNS, LENGTH)
     assert found is not None
     for block, original, checksum in zip((2, 0), originals, found.tolist(), strict=True):
@@ -308,25 +297,11 @@ def test_a_device_loads_refuses_and_hashes_pages_as_the_host_does(data: st.DataO
     if wild and data.draw(st.booleans()):
         runs.clear()
     length += data.draw(st.sampled_from([0, 64, -64 if wild else 192]))
-    hashed = None
-    states = None
-    if data.draw(st.booleans()) and not code_is_denied():
-        if wild:
-            edges = st.integers(0, max(0, length) // 64).map(lambda stripes: 64 * stripes)
-            hashed = data.draw(st.tuples(edges, edges))
-        else:
-            last = runs[-1].at + runs[-1].nbytes
-            hashed = (
-                data.draw(st.sampled_from([0, runs[0].at])),
-                data.draw(st.sampled_from([last, length])),
-            )
-        if not wild or data.draw(st.booleans()):
-            states = begin(2, max(length, 64))
     distance = data.draw(st.sampled_from([0, 7, 64])) + -(-max(length, 1) // 64) * 64
     slots = aligned(3, distance)
     blocks = data.draw(st.permutations(range(4)))[:2]
     slot_ids = np.array(data.draw(st.permutations(range(3)))[:2])
-    checksum = states is not None or data.draw(st.booleans())
+    checksum = data.draw(st.booleans())
     stream = HostStream(
         pins=data.draw(st.booleans()),
         hashes=data.draw(st.booleans()),
@@ -336,23 +311,14 @@ def test_a_device_loads_refuses_and_hashes_pages_as_the_host_does(data: st.DataO
     device.direct_bytes = data.draw(st.sampled_from([0, 1 << 40]))
     device.pin(slots)
     host = CpuCopier(canonicalize(theirs.groups, theirs.views, 4), layout)
-    copy = BlockCopy(0, np.array(blocks), slots, slot_ids, checksum, states=states)
+    copy = BlockCopy(0, np.array(blocks), slots, slot_ids, checksum)
 
-    def loaded(copier: CpuCopier | StagedCopier) -> tuple[Any, np.ndarray | None]:
-        own = None if states is None else states.copy()
+    def loaded(copier: CpuCopier | StagedCopier) -> Any:
         try:
-            return copier.load_pages(replace(copy, states=own), runs, length, hashed), own
+            return copier.load_pages(copy, runs, length)
         except ValueError as error:
-            return str(error), own
+            return str(error)
 
-    wanted, wanted_states = loaded(host)
-    found, found_states = loaded(device)
-    if wanted is None and found is not None:
-        # The host hashes on as it copies row by row of a block; these rows are too short for it.
-        assert hashed is not None
-        assert wanted_states is not None
-        assert host.load_pages(replace(copy, states=None, checksum=False), runs, length) is not None
-        wanted = HostRows().hash(slots[:, slice(*hashed)], slot_ids, wanted_states)
-    np.testing.assert_array_equal(found, wanted)
-    np.testing.assert_array_equal(found_states, wanted_states)
+    wanted = loaded(host)
+    np.testing.assert_array_equal(loaded(device), wanted)
     assert torch.equal(ours.buffer, theirs.buffer)

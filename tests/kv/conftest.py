@@ -451,17 +451,13 @@ class OnCuda(BlockCopier):
             return copier.save(there, cancelled=cancelled, landed=landed)
 
     def _copy_pages(
-        self,
-        copy: BlockCopy,
-        runs: tuple[PageRun, ...],
-        length: int,
-        hashed: tuple[int, int],
+        self, copy: BlockCopy, runs: tuple[PageRun, ...], length: int
     ) -> np.ndarray | None:
         with self._there() as copier:
             if self._pins and copy.slots.flags.writeable and copy.slots.flags.c_contiguous:
                 copier.pin(copy.slots)
             there = replace(copy, fence=copier.fence())
-            return copier.load_pages(there, runs, length, hashed)
+            return copier.load_pages(there, runs, length)
 
     @contextmanager
     def _there(self) -> Iterator[StagedCopier]:

@@ -20,10 +20,9 @@ import torch
 from vllm.v1 import kv_cache_interface
 
 from omni_connector import config, plugin
-from omni_connector.arena import arena, part_sums, slot_pool
+from omni_connector.arena import arena, slot_pool
 from omni_connector.copy import host, host_rows, jobs
 from omni_connector.copy.native import native_copy
-from omni_connector.kv import parts
 from omni_connector.net import runtime
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
 from omni_connector.prefix import saves, store_jobs
@@ -442,8 +441,6 @@ def laboratory() -> Iterator[None]:
         (jobs, "BATCH_BYTES", 1),
         (slot_pool, "PIN_PART", slot_pool.PIN_PART),
         (arena, "_MANY", 0),  # loads are of few blocks
-        (parts, "PART_BYTES", 64),
-        (part_sums, "LEAST_SLOTS", 1),
         *_NATIVE,
         (store_jobs, "_MAX_ROWS", 2),
         (store_jobs, "_STAGING_BUFFERS", 2),

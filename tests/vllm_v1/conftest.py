@@ -5,21 +5,13 @@ import dataclasses
 import logging
 import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from omni_connector.arena import part_sums
 from omni_connector.copy import held_blocks
-from omni_connector.copy.copier import BlockCopy
-from omni_connector.copy.host import CpuCopier
-from omni_connector.kv import parts as kv_parts
-from omni_connector.kv.convert import PageRun
 from omni_connector.prefix import neighbours
 from omni_connector.vllm_v1 import connector, scheduler_report
 from omni_connector.vllm_v1.surroundings import SURROUNDINGS
@@ -96,28 +88,6 @@ def hasty_resets(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines tell in each step what they have counted."""
     monkeypatch.setattr(scheduler_report, "_REPORT_S", 0.0)
-
-
-@pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Each page is a part of its slot, in arenas of any size; counts the loads of pages."""
-    monkeypatch.setattr(kv_parts, "PART_BYTES", 64)
-    monkeypatch.setattr(part_sums, "LEAST_SLOTS", 1)
-    load, counts = CpuCopier.load_pages, Counter[str]()
-
-    def counted(
-        copier: CpuCopier,
-        copy: BlockCopy,
-        runs: Sequence[PageRun],
-        length: int,
-        hashed: tuple[int, int] | None = None,
-    ) -> NDArray[np.uint64] | None:
-        checksums = load(copier, copy, runs, length, hashed)
-        counts["whole" if hashed is None else "parts"] += 1
-        return checksums
-
-    monkeypatch.setattr(CpuCopier, "load_pages", counted)
-    return counts
 
 
 @pytest.fixture

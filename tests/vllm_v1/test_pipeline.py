@@ -7,11 +7,9 @@ import threading
 import time
 
 import msgspec
-import numpy as np
 import pytest
 
-from omni_connector.arena import part_sums
-from omni_connector.copy import load_plans, loading
+from omni_connector.copy import load_plans
 from omni_connector.errors import ConfigError
 from omni_connector.kv import compatibility
 from tests import inspection
@@ -484,27 +482,8 @@ def test_what_the_runner_does_not_end_in_the_first_stage_is_saved_all_the_same(e
     assert_clean(prefill, decode)
 
 
-@pytest.mark.parametrize(
-    ("family", "theirs", "ours"),
-    [
-        (family, theirs, ours)
-        for family in ("full", HYBRID)
-        for theirs, ours in OTHERS
-        if max((*theirs, *ours)) < LAYERS * len(FAMILIES[family])
-    ],
-    ids=str,
-)
-@pytest.mark.values
-def test_parts_of_slots_are_read_alone(engine, parts, family, theirs, ours):
-    reference = engine(family=family)
-    prefill = engine("kv_producer", family=family, stages=theirs)
-    decode = engine("kv_consumer", family=family, stages=ours)
-    require_loaded(prefill, decode, reference, family)
-    assert not decode.failures()
-
-
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_bytes_that_are_spoilt_matter_to_who_reads_them(engine, parts, tokens, layer):
+def test_a_slot_with_a_spoilt_byte_is_refused_whoever_reads_the_layer(engine, tokens, layer):
     """The first stage of the decode engine reads layer 0 alone, the other one the rest."""
     prefill = engine("kv_producer")
     decode = engine("kv_consumer", stages=(1,))
@@ -513,60 +492,4 @@ def test_bytes_that_are_spoilt_matter_to_who_reads_them(engine, parts, tokens, l
     spoil(prefill, layer)
     assert decode.generate(asked, 6, params=answer).tokens == tokens(asked, 6)
     assert decode.failures() == {"checksum_mismatch": 1}
-    assert parts["parts"] > 0
     assert_clean(prefill, decode)
-
-
-def test_sums_that_are_spoilt_are_noticed(engine, parts, tokens):
-    prefill, decode = engine("kv_producer"), engine("kv_consumer", stages=(1,))
-    asked = prompt(7 * BLOCK + 3)
-    answer = prefill.generate(asked, params=HANDOFF).params
-    arena = prefill.arena(0)
-    layout = part_sums.SumsLayout.of(arena.n_slots, arena.slot_bytes, LAYERS - 1)
-    slot, words = prefill.handoffs[0].slots[-1][-1], layout.row_words
-    table = arena.slots[layout.num_slots :].reshape(-1).view(np.uint64)
-    assert table[slot * words] == arena.header(slot).generation
-    table[slot * words + 8 + 3] ^= 1  # of the end of layer 0
-    assert decode.generate(asked, 6, params=answer).tokens == tokens(asked, 6)
-    assert decode.failures() == {"checksum_mismatch": 1}
-    assert_clean(prefill, decode)
-
-
-def test_slots_whose_sums_are_of_another_generation_are_read_whole(engine, parts, tokens):
-    prefill, decode = engine("kv_producer"), engine("kv_consumer", stages=(1,))
-    asked = prompt(7 * BLOCK + 3)
-    answer = prefill.generate(asked, params=HANDOFF).params
-    arena = prefill.arena(0)
-    layout = part_sums.SumsLayout.of(arena.n_slots, arena.slot_bytes, LAYERS - 1)
-    arena.slots[layout.num_slots :] = 0
-    assert decode.generate(asked, 6, params=answer).tokens == tokens(asked, 6)
-    assert not decode.failures()
-    assert parts["whole"] > 0
-    assert not parts["parts"]
-
-
-def test_an_arena_of_a_version_without_sums_is_read_whole(engine, parts, monkeypatch, tokens):
-    with monkeypatch.context() as older:
-        older.setattr(part_sums, "LEAST_SLOTS", 1 << 40)
-        prefill = engine("kv_producer")
-    decode = engine("kv_consumer", stages=(1,))
-    asked = prompt(7 * BLOCK + 3)
-    assert hand_off(prefill, decode, asked) == tokens(asked, 6)
-    assert not decode.failures()
-    assert not parts["parts"]
-
-
-def test_a_reader_of_a_version_without_sums_reads_whole_slots(engine, parts, monkeypatch, tokens):
-    prefill, decode = engine("kv_producer"), engine("kv_consumer", stages=(1,))
-    monkeypatch.setattr(loading._Load, "_load_parts", lambda *_: False)
-    asked = prompt(7 * BLOCK + 3)
-    assert hand_off(prefill, decode, asked) == tokens(asked, 6)
-    assert not decode.failures()
-    assert not parts["parts"]
-
-
-def test_engines_that_are_alike_check_whole_slots(engine, parts, tokens):
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    asked = prompt(7 * BLOCK + 3)
-    assert hand_off(prefill, decode, asked) == tokens(asked, 6)
-    assert not parts

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-/* Copies the rows of many slots past the caches, and makes the slots' checksums in the same pass,
- * with the sums behind some of the rows; or makes checksums of rows that are not copied.
+/* Copies the rows of many slots past the caches, and makes the slots' checksums in the same pass;
+ * or makes checksums of rows that are not copied.
  *
  * Row j of slot i goes from sources[i * rows + j] to targets[i * rows + j]. It has lengths[j]
  * bytes, a multiple of 64, and its target is aligned to 64 bytes.
@@ -22,17 +22,6 @@ struct state {
     uint64_t sums[8];
     uint64_t left;  // stripes still to come
     uint64_t total; // stripes in all
-};
-
-/* Where the sums behind some rows go. A slot has STRIPE bytes there that begin with its generation,
- * and then STRIPE bytes for each place. All of them are aligned to 64 bytes. */
-struct kept_sums {
-    uint8_t *table;      // those of slot 0
-    uint64_t stride;     // bytes from one slot's to the next
-    const uint8_t *ends; // not 0 for each row with a place
-    uint64_t first;      // place of the first of these rows
-    const uint64_t *slots; // of each slot its number in the table
-    const uint64_t *generations;
 };
 
 static stripe_t load(const void *from)
@@ -75,21 +64,15 @@ static uint64_t merge(stripe_t sums, uint64_t bytes)
     return avalanche(hash);
 }
 
-/* Inlined four times, so that `stored` and `hashed` are constants. `kept` is NULL where no sums are. */
+/* Inlined three times, so that `stored` and `hashed` are constants. */
 static inline __attribute__((always_inline)) void run(
     uint8_t *const *targets, const uint8_t *const *sources, const uint64_t *lengths, uint64_t slots,
-    uint64_t rows, struct state *states, const struct kept_sums *kept, int stored, int hashed)
+    uint64_t rows, struct state *states, int stored, int hashed)
 {
     for (uint64_t row = 0, slot = 0; slot < slots; slot++) {
         struct state *state = &states[slot];
         stripe_t sums = load(state->sums);
         uint64_t left = state->left, total = state->total;
-        stripe_t *sums_at = 0;
-        if (kept) {
-            sums_at = (stripe_t *)(kept->table + kept->slots[slot] * kept->stride);
-            __builtin_nontemporal_store((stripe_t){kept->generations[slot]}, sums_at);
-            sums_at += 1 + kept->first;
-        }
         for (uint64_t j = 0; j < rows; j++, row++) {
             const uint8_t *source = sources[row];
             const uint8_t *next_source = sources[row + 1 < slots * rows ? row + 1 : row];
@@ -124,8 +107,6 @@ static inline __attribute__((always_inline)) void run(
                     left--;
                 }
             }
-            if (kept && kept->ends[j])
-                __builtin_nontemporal_store(sums, sums_at++);
         }
         if (hashed && state->left > 0) {
             *(unaligned_t *)state->sums = sums;
@@ -142,24 +123,14 @@ void copy(
     uint8_t *const *targets, const uint8_t *const *sources, const uint64_t *lengths, uint64_t slots,
     uint64_t rows, struct state *states)
 {
-    run(targets, sources, lengths, slots, rows, states, 0, 1, 0);
+    run(targets, sources, lengths, slots, rows, states, 1, 0);
 }
 
 void copy_hashed(
     uint8_t *const *targets, const uint8_t *const *sources, const uint64_t *lengths, uint64_t slots,
     uint64_t rows, struct state *states)
 {
-    run(targets, sources, lengths, slots, rows, states, 0, 1, 1);
-}
-
-/* As `copy_hashed`, and keeps the sums behind some rows. */
-void copy_keeping(
-    uint8_t *const *targets, const uint8_t *const *sources, const uint64_t *lengths, uint64_t slots,
-    uint64_t rows, struct state *states, uint8_t *table, uint64_t stride, const uint8_t *ends,
-    uint64_t first, const uint64_t *slot_ids, const uint64_t *generations)
-{
-    const struct kept_sums kept = {table, stride, ends, first, slot_ids, generations};
-    run(targets, sources, lengths, slots, rows, states, &kept, 1, 1);
+    run(targets, sources, lengths, slots, rows, states, 1, 1);
 }
 
 /* As `copy_hashed`, but copies nothing. */
@@ -167,5 +138,5 @@ void hash(
     const uint8_t *const *sources, const uint64_t *lengths, uint64_t slots, uint64_t rows,
     struct state *states)
 {
-    run(0, sources, lengths, slots, rows, states, 0, 0, 1);
+    run(0, sources, lengths, slots, rows, states, 0, 1);
 }

@@ -153,7 +153,7 @@ def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:
     extra: dict[str, Any] = {
         "model_id": "toy",
         "arena_gib": (
-            (rank_slots(shape) + 1.5)  # one for the sums of parts
+            (rank_slots(shape) + 0.5)
             * slot_bytes
             * (num_workers(shape) // num_hosts(shape))  # those of one host
             / (1 << 30)

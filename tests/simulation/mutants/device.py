@@ -49,8 +49,8 @@ DEVICE: Final = (
         "a copy marks its own thread's stream, not the engine's",
         (
             "omni_connector.copy.layered",
-            "layer_range.number, *ids, goes_on, fence, of_these, sums)",
-            "layer_range.number, *ids, goes_on, self._copier.fence(), of_these, sums)",
+            "layer_range.number, *ids, goes_on, fence, of_these)",
+            "layer_range.number, *ids, goes_on, self._copier.fence(), of_these)",
         ),
     ),
     mutant(

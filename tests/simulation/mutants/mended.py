@@ -256,8 +256,8 @@ MENDED: Final = (
         "with integrity `generation` a fetch that brings other bytes is believed",
         (
             "omni_connector.copy.loading",
-            "        if checksums is not None and self._checks(slots):\n",
-            "        if checksums is not None and self._rank.checksum:\n",
+            "        if self._checks(slots):\n",
+            "        if self._rank.checksum:\n",
         ),
     ),
     mutant(

@@ -163,7 +163,7 @@ OWN: Final = (
         "bytes that changed on their way are served",
         (
             "omni_connector.copy.loading",
-            "        if checksums is not None and self._checks(slots):\n",
+            "        if self._checks(slots):\n",
             "        if False:\n",
         ),
     ),
