@@ -191,9 +191,8 @@ Each rank of each pipeline stage has an arena of its own, which holds the layers
 two engines meet, they compare the names of the layers of every stage. A stage reads its layers from
 the stages of the other engine that have them, so that one engine may have more stages than the
 other, or none. The tensor-parallel sizes within the stages may differ, as they may without stages.
-Where the stages are equal, slots are copied to blocks as they are. Where they differ, a stage reads
-the parts of the slots that hold its layers, and checks these alone; it checks the whole slots where
-the other engine is on another host or computes on a device. Engines whose layers
+Where the stages are equal, slots are copied to blocks as they are. Where they differ, a stage
+copies the pages of the slots that hold its layers, and checks the whole slots. Engines whose layers
 differ refuse each other by the names of these layers, and the decode engine computes the prompt.
 Prefixes are shared by engines with equal stages and equal tensor-parallel sizes.
 

@@ -368,7 +368,7 @@ def test_what_was_read_is_told_and_makes_room(make: Make) -> None:
     _, _, metadata = sender.put(*EDGE, "one", payload)
     assert not sender.put(*EDGE, "two", payload)[0]
     assert receiver.get(*EDGE, "one", metadata) is not None
-    assert sender.put(*EDGE, "two", payload)[0]
+    wait_until(lambda: sender.put(*EDGE, "two", payload)[0])
 
 
 SENDER = """

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from omni_connector.runtime.turns import ended_threads
 from tests import inspection
 from tests.toy import BLOCK
 
@@ -16,9 +17,8 @@ PROMPT = prompt(3 * BLOCK + 5)
 
 
 def end_control(engine) -> None:
-    channel = inspection.channel(engine.half)
-    inspection.end_channel(channel)
-    wait(lambda: not channel.alive)
+    inspection.end_channel(inspection.channel(engine.half))
+    wait(lambda: "omni-control" in ended_threads())
 
 
 def test_handoffs_are_refused_at_once(engine, tokens, log):
