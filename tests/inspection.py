@@ -617,12 +617,6 @@ def kv_blocks(half: "OmniScheduler") -> Any:
     return half._manager.block_pool.blocks
 
 
-def phases(half: "OmniScheduler") -> Any:
-    """Return the phases of requests that a trace follows."""
-    trace: Any = half._trace
-    return trace._phases
-
-
 def traces(half: "OmniScheduler", worker: "OmniWorker") -> list[Any]:
     """Return the traces of both halves."""
     return [half._trace, worker._context.trace]

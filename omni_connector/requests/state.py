@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler half knows of one request."""
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from omni_connector.requests.phases import WAYS, Phase
+from omni_connector.runtime.trace import Trace, now
 
 if TYPE_CHECKING:
     from omni_connector.handoff.receiver import Fetch
     from omni_connector.handoff.sender import Send
     from omni_connector.prefix.hints import Hints
     from omni_connector.prefix.prompts import SharedPrompt
+
+
+logger = logging.getLogger("vllm.omni_connector.requests")
 
 
 class Refusals(NamedTuple):
@@ -30,6 +37,8 @@ class RequestState:
     Attributes:
         request: vLLM's.
         hints: those of its hints that are followed.
+        phase: how far it is.
+        phase_began: since when, as `trace.now` tells it; 0 where nothing is traced.
         not_begun: while its weights or its adapter are not known, what was ordered of hand-offs
             when it arrived: an engine that is drained meanwhile still serves it. None once it has
             begun.
@@ -48,6 +57,8 @@ class RequestState:
 
     request: Any
     hints: "Hints"
+    phase: Phase = Phase.ARRIVED
+    phase_began: int = 0
     not_begun: Refusals | None = None
     fetch: "Fetch | None" = None
     send: "Send | None" = None
@@ -56,6 +67,31 @@ class RequestState:
     prefix: "SharedPrompt | None" = None
     counted_tokens: int = 0
     room: tuple[int, int] | None = None
+
+    def enter(self, phase: Phase, trace: Trace) -> None:
+        """Begin a phase, if it is not in that, and record the one that ends. Where the table of
+        phases has no such way, the log names both: vLLM has done what nobody here expects."""
+        former = self.phase
+        if phase is former:
+            return
+        if phase not in WAYS[former]:
+            logger.error(
+                "Request %s is in the phase %r, and %r is not to follow it",
+                self.request.request_id,
+                former.value,
+                phase.value,
+            )
+        self.phase = phase
+        if not trace.is_recording:
+            return
+        began, self.phase_began = self.phase_began, now()
+        if began:
+            name = former.value
+            if former is Phase.COMPUTING and self.send is not None:
+                name = "prefill"
+            elif former is Phase.COMPUTING and self.fetch is not None:
+                name = "decode"
+            trace.phase(name, began, self.phase_began, self.request.request_id)
 
 
 class Requests(dict[str, RequestState]):

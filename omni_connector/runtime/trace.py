@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,8 +70,7 @@ class Span(msgspec.Struct, omit_defaults=True, kw_only=True):
 class Trace:
     """Drops the spans of one half of an engine; `FileTrace` writes them.
 
-    Only the engine's thread calls `begin`, `begin_each` and `end`; any thread may call the other
-    methods. No method waits for a disk, except `close`, and none raises.
+    Any thread may call these methods. None waits for a disk, except `close`, and none raises.
 
     Attributes:
         is_recording: whether spans are written. Callers skip what only a span needs if not.
@@ -93,19 +92,8 @@ class Trace:
     def works_on(self, job_id: int | None) -> None:
         """Note that the calling thread works on this job from now on; None: on no job."""
 
-    def begin(self, request_id: str, phase: str, *, after: str | None = None) -> None:
-        """End a request's phase, if it has one, and begin the next.
-
-        Args:
-            after: the phase that the request must be in; if it is in another, nothing happens.
-        """
-
-    def begin_each(self, request_ids: Iterable[str], phase: str, *, after: str) -> None:
-        """The same for each of these requests."""
-
-    def end(self, request_id: str) -> str | None:
-        """End a request's phase; return its name, or None if the request had none."""
-        return None
+    def phase(self, name: str, began: int, ended: int, request_id: str) -> None:
+        """Record a phase of a request: its start and its end, as `now` returned them (ns)."""
 
     def close(self) -> None:
         """Write the spans that wait, and end the thread. Idempotent."""
@@ -148,8 +136,6 @@ class FileTrace(Trace):
         self._left_out = 0
         self._off = False
         self._closing = False
-        # By request: its phase, and when that began (ns).
-        self._phases: dict[str, tuple[str, int]] = {}
         self._of_thread = threading.local()
 
     def span(self, name: str, began: int, id: str = "", **args: Value) -> None:
@@ -190,25 +176,8 @@ class FileTrace(Trace):
     def works_on(self, job_id: int | None) -> None:
         self._of_thread.job_id = job_id
 
-    def begin(self, request_id: str, phase: str, *, after: str | None = None) -> None:
-        if after is not None and self._phases.get(request_id, ("", 0))[0] != after:
-            return
-        at = now()
-        self._end(request_id, at)
-        self._phases[request_id] = phase, at
-
-    def begin_each(self, request_ids: Iterable[str], phase: str, *, after: str) -> None:
-        for request_id in request_ids:
-            self.begin(request_id, phase, after=after)
-
-    def end(self, request_id: str) -> str | None:
-        return self._end(request_id, now())
-
-    def _end(self, request_id: str, at: int) -> str | None:
-        phase, began = self._phases.pop(request_id, (None, 0))
-        if phase is not None:
-            self._record(phase, began, at, request_id, {"request": request_id})
-        return phase
+    def phase(self, name: str, began: int, ended: int, request_id: str) -> None:
+        self._record(name, began, ended, request_id, {"request": request_id})
 
     def close(self) -> None:
         with self._starting:

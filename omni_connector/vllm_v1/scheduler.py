@@ -45,6 +45,7 @@ from omni_connector.identity.full_digest import WeightFilesDigest
 from omni_connector.kv.spans import NULL_BLOCK_ID
 from omni_connector.net.warnings import Warnings
 from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.requests.phases import Phase
 from omni_connector.requests.state import Refusals, Requests, RequestState
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.trace import now
@@ -366,6 +367,7 @@ class OmniScheduler:
         refusals = self._serving.refusals()
         if self._adapters.arrives(state) or not self._weights.known:
             state.not_begun = refusals
+            state.enter(Phase.UNKNOWN, self._trace)
         else:
             self._begin(state, refusals)
 
@@ -415,6 +417,8 @@ class OmniScheduler:
                 )
         if wants_handoff(params) and self._sender is not None:
             state.send = self._offer(self._sender, request, params, adapter, refusals.offer)
+            if state.send.refusal is None:
+                state.enter(Phase.QUEUED, self._trace)
 
     def _fetch(
         self,
@@ -455,7 +459,7 @@ class OmniScheduler:
             receiver.reject(remote)
         elif not receiver.is_short(remote, prompt.num_tokens):
             state.fetch = receiver.add(request, remote, prompt)
-            self._trace.begin(request.request_id, "lease")
+            state.enter(Phase.LEASE, self._trace)
 
     def _prompt(
         self, request: "Request", num_tokens: int, adapter: str, ahead: int
@@ -504,8 +508,6 @@ class OmniScheduler:
             self._stats.fail(refusal)
             if refusal not in UNSERVED:  # of which the log says so once
                 logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)
-        else:
-            self._trace.begin(request.request_id, "queued")
         return sender.add(request, prompt, refusal)
 
     def get_num_new_matched_tokens(
@@ -519,6 +521,7 @@ class OmniScheduler:
             return _ASK_AGAIN  # vLLM may have found such a block for this request just now
         self._follow_weights()
         if not self._weights.known and self._waits_for_weights(state):
+            state.enter(Phase.UNKNOWN, self._trace)
             return _ASK_AGAIN
         if state.adapter_asked is not None:
             if self._adapters.waits(state):
@@ -530,34 +533,41 @@ class OmniScheduler:
             return _ASK_AGAIN  # it may be shorter now, so vLLM has to look at it anew
         self._undrafted.asked(request.request_id, num_computed_tokens)
         self._spoiled.asked(request.request_id, num_computed_tokens)
-        matched: int | None = 0
+        matched = 0
         if (
             self._sender is not None
             and state.send is not None
             and not self._sender.may_schedule(state.send)
             and not self._periodic_tasks.ended()
         ):
+            state.enter(Phase.QUEUED, self._trace)
             return _ASK_AGAIN
         if self._receiver is not None and state.fetch is not None:
-            matched = self._receiver.matched_tokens(state.fetch, num_computed_tokens)
-            if matched is not None:
-                self._trace.begin(request.request_id, "room", after="lease")
+            granted = self._receiver.matched_tokens(state.fetch, num_computed_tokens)
+            if granted is None:
+                state.enter(Phase.LEASE, self._trace)
+                return _ASK_AGAIN
+            matched = granted
         state.handed_off = bool(matched)
         prefix = state.prefix
-        if self._shared is not None and prefix is not None and matched is not None:
+        if self._shared is not None and prefix is not None:
             if matched:
                 # A connector beside this one may load these tokens instead. Then their blocks are
                 # saved only after vLLM has learned whether that load succeeded.
                 prefix.had = num_computed_tokens
             else:
-                matched = self._shared.matched_tokens(prefix, num_computed_tokens)
+                found = self._shared.matched_tokens(prefix, num_computed_tokens)
+                if found is None:
+                    state.enter(Phase.LOOKUP, self._trace)
+                    return _ASK_AGAIN
+                matched = found
                 if matched and num_computed_tokens + matched <= self._replay:
                     matched = 0  # vLLM would compute all of it again
+        if matched or state.phase is not Phase.QUEUED:
+            state.enter(Phase.ROOM, self._trace)
         if matched == 0:
             self._room.ends(state)
-        elif matched and not self._room.admits(
-            state, num_computed_tokens, num_computed_tokens + matched
-        ):
+        elif not self._room.admits(state, num_computed_tokens, num_computed_tokens + matched):
             return _ASK_AGAIN
         return matched, bool(matched)
 
@@ -579,12 +589,14 @@ class OmniScheduler:
         lacks_drafter = False
         if num_external > 0:
             self._room.begins(state)
+            state.enter(Phase.LOAD, self._trace)
+        elif state.phase is not Phase.QUEUED and state.phase is not Phase.COMPUTING:
+            # With `skip_reading_prefix_cache` vLLM goes on before it is known what can be loaded.
+            state.enter(Phase.SCHEDULING, self._trace)
         if self._receiver is not None and state.fetch is not None:
             lacks_drafter = self._receiver.allocated(
                 state.fetch, blocks, 0 if from_store else num_external
             )
-            phase = "load" if num_external > 0 and not from_store else "scheduling"
-            self._trace.begin(request.request_id, phase, after="room")
         if shared is not None and prefix is not None:
             if num_external > 0 and not from_store:
                 prefix.had = None  # these tokens are ours
@@ -666,7 +678,11 @@ class OmniScheduler:
             self._uncache_incomplete()
         for request in scheduler_output.scheduled_new_reqs:
             tokens = len(request.prompt_token_ids or ())
-            self._report.prompt(self._states[request.req_id], tokens, request.num_computed_tokens)
+            state = self._states[request.req_id]
+            state.enter(Phase.COMPUTING, self._trace)
+            self._report.prompt(state, tokens, request.num_computed_tokens)
+        for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            self._states[request_id].enter(Phase.COMPUTING, self._trace)
         if self._receiver is not None:
             self._receiver.build(meta, computes=not meta.idle)
         if self._shared is not None:
@@ -682,9 +698,6 @@ class OmniScheduler:
             self._ledger.block_copies = []
         if self._ledger.revoked:
             meta.cancel = self._ledger.take_revoked()
-        if self._trace.is_recording:
-            self._trace.begin_each(scheduled, "prefill", after="queued")
-            self._trace.begin_each(scheduled, "decode", after="scheduling")
         return meta
 
     def _keep(
@@ -725,8 +738,10 @@ class OmniScheduler:
 
     def update_output(self, output: "KVConnectorOutput") -> None:
         """Take the workers' reports."""
-        if output.finished_recving and self._trace.is_recording:
-            self._trace.begin_each(output.finished_recving, "scheduling", after="load")
+        for request_id in output.finished_recving or ():
+            state = self._states.get(request_id)
+            if state is not None and state.phase is Phase.LOAD:  # else another connector's load
+                state.enter(Phase.SCHEDULING, self._trace)
         report: WorkerReport | None = None
         if (counted := take_worker_stats(output)) is not None:
             report, counted.report = counted.report, None
@@ -805,8 +820,8 @@ class OmniScheduler:
         if self._shared is not None and state.prefix is not None:
             blocks_of = self._blocks_of if self._weights.known else None
             self._shared.finish(state.prefix, blocks_of)
-        self._undrafted.finish(request.request_id, self._blocks_of)
-        self._spoiled.finish(request.request_id, self._blocks_of)
+        self._undrafted.finish(request, self._blocks_of)
+        self._spoiled.finish(request, self._blocks_of)
         if not self._alone and self._computing:
             self._left.append((self._ids_of(request), len(self._computing)))
         answer: dict[str, Any] | None = None
@@ -814,7 +829,9 @@ class OmniScheduler:
             self._receiver.finish(state.fetch)
         if self._sender is not None and state.send is not None:
             answer = self._sender.finish(state.send)
-        if self._trace.end(request.request_id) == "prefill":
+        computed = state.phase is Phase.COMPUTING
+        state.enter(Phase.ENDED, self._trace)
+        if computed and state.send is not None:
             self._trace.span("answer", now(), request.request_id, request=request.request_id)
         self._states.end(request.request_id)
         return False, answer

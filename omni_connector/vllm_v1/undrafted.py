@@ -42,7 +42,7 @@ class DraftedGroup:
     loses_blocks: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Lacking:
     """A request some of whose blocks lack KV.
 
@@ -72,7 +72,7 @@ class UndraftedBlocks:
         self._groups = groups
         # Tokens after which a request has filled a block that it may lose; 0 if it loses none.
         self._note_each = min((each.block_size for each in groups if each.loses_blocks), default=0)
-        self._requests: dict[str, _Lacking] = {}
+        self._lacking: list[_Lacking] = []
         # The hash by which vLLM finds a block. One with another hash, or with none, is used anew.
         self._hashes: dict[int, bytes] = {}
         # The request that vLLM asked about last, and its tokens in vLLM's cache.
@@ -87,7 +87,7 @@ class UndraftedBlocks:
         drafter's KV, after those in its cache; returns the first of them."""
         request_id, first = self._asked
         assert request.request_id == request_id, "vLLM allocates right after it has asked"
-        self._requests[request_id] = _Lacking(request, first, first)
+        self._begin(request, first)
         for group in self._groups:
             whole = range(first // group.block_size, (first + num_tokens) // group.block_size)
             for index in whole:
@@ -99,9 +99,16 @@ class UndraftedBlocks:
 
     def goes_on_without(self, request: "Request", first: int) -> None:
         """A request goes on although its blocks from token `first` on hold no KV."""
-        known = self._requests.get(request.request_id)
+        known = self._of(request)
         if known is None or first < known.first:
-            self._requests[request.request_id] = _Lacking(request, first, first)
+            self._begin(request, first)
+
+    def _of(self, request: "Request") -> _Lacking | None:
+        return next((each for each in self._lacking if each.request is request), None)
+
+    def _begin(self, request: "Request", first: int) -> None:
+        self._lacking = [each for each in self._lacking if each.request is not request]
+        self._lacking.append(_Lacking(request, first, first))
 
     def has(self, request: "Request", blocks_of: Callable[[str], Tables]) -> bool:
         """Whether a request that vLLM has just given blocks has found such blocks in the cache, or
@@ -110,11 +117,13 @@ class UndraftedBlocks:
         Args:
             blocks_of: returns the blocks of a request.
         """
-        request_id = request.request_id
-        if request_id in self._requests:
+        if not (self._lacking or self._hashes):
+            return False  # most often
+        if self._of(request) is not None:
             return True
+        request_id = request.request_id
         asked, cached = self._asked
-        if asked != request_id or not cached or not (self._requests or self._hashes):
+        if asked != request_id or not cached:
             return False
         tables = blocks_of(request_id)
         firsts = [
@@ -125,11 +134,11 @@ class UndraftedBlocks:
         # What a running request has computed since is not noted yet.
         firsts += [
             each.first
-            for each in self._requests.values()
+            for each in self._lacking
             if each.first < cached and self._same_block(request, each.request, each.first)
         ]
         if firsts:
-            self._requests[request_id] = _Lacking(request, min(firsts), min(firsts))
+            self._begin(request, min(firsts))
         return bool(firsts)
 
     def _first_found(
@@ -154,14 +163,15 @@ class UndraftedBlocks:
                 return True
         return False
 
-    def finish(self, request_id: str, blocks_of: Callable[[str], Tables]) -> None:
+    def finish(self, request: "Request", blocks_of: Callable[[str], Tables]) -> None:
         """A request is over; its blocks stay in vLLM's cache.
 
         Args:
             blocks_of: returns the blocks of a request.
         """
-        if request_id in self._requests:
-            self._note(self._requests.pop(request_id), blocks_of)
+        if (lacking := self._of(request)) is not None:
+            self._lacking.remove(lacking)
+            self._note(lacking, blocks_of)
 
     def note(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Tables]) -> None:
         """vLLM has scheduled a step, and hashed the blocks that it fills. The window of a request
@@ -173,7 +183,8 @@ class UndraftedBlocks:
         """
         if not self._note_each:
             return
-        for request_id, each in self._requests.items():
+        for each in self._lacking:
+            request_id = each.request.request_id
             computed = each.request.num_computed_tokens
             each.noted = min(each.noted, computed)  # it may have been preempted
             if (computed + scheduled.get(request_id, 0)) // self._note_each > (

@@ -85,19 +85,13 @@ def test_without_a_span_there_is_no_thread_and_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_phases_follow_each_other_and_end_once(tmp_path: Path) -> None:
+def test_a_phase_is_a_span_of_its_request(tmp_path: Path) -> None:
     trace = FileTrace(str(tmp_path), "engine", "scheduler")
-    trace.begin("r", "queued")
-    trace.begin("r", "decode", after="load")  # it is in another
-    trace.begin("other", "prefill", after="queued")  # it is in none
-    trace.begin("r", "prefill", after="queued")
-    assert trace.end("r") == "prefill"
-    assert trace.end("r") is None
+    trace.phase("queued", 1_000_000, 3_000_000, "r")
     trace.close()
-    queued, prefill = lasting(tmp_path)
-    assert (queued.name, prefill.name) == ("queued", "prefill")
-    assert queued.id == prefill.id == queued.args["request"] == "r"
-    assert queued.ts + queued.dur == pytest.approx(prefill.ts, rel=0, abs=1)  # one moment
+    [queued] = lasting(tmp_path)
+    assert (queued.name, queued.ts, queued.dur) == ("queued", 1_000.0, 2_000.0)
+    assert queued.id == queued.args["request"] == "r"
 
 
 def test_no_more_spans_wait_than_there_is_room_for(
@@ -159,8 +153,7 @@ def test_a_file_that_cannot_be_written_ends_the_trace_with_one_warning(
 def test_an_id_that_is_no_text_costs_its_own_spans_only(tmp_path: Path) -> None:
     trace = FileTrace(str(tmp_path), "engine", "scheduler")
     for request_id in ("good", "bad \ud800", "good"):
-        trace.begin(request_id, "lease")
-        trace.end(request_id)
+        trace.phase("lease", now(), now(), request_id)
     trace.close()
     assert [span.id for span in lasting(tmp_path)] == ["good", "good"]
 
@@ -189,9 +182,7 @@ def test_work_is_traced_from_its_first_piece_to_its_end_with_its_parts(tmp_path:
 
 def test_without_a_trace_nothing_happens() -> None:
     assert not NO_TRACE.is_recording
-    NO_TRACE.begin("r", "lease")
-    NO_TRACE.begin_each(["r"], "load", after="lease")
-    assert NO_TRACE.end("r") is None
+    NO_TRACE.phase("lease", now(), now(), "r")
     NO_TRACE.close()
 
 

@@ -101,12 +101,13 @@ def test_nothing_of_a_prompt_is_traced(traced, tmp_path):
     }
 
 
-def test_an_aborted_request_leaves_no_phase_open(traced):
+def test_the_phase_of_an_aborted_request_ends(traced, tmp_path):
     prefill = traced("kv_producer", "p")
     request_id = prefill.submit(PROMPT, params=HANDOFF)
     prefill.abort(request_id)
     prefill.settle()
-    assert not inspection.phases(prefill.half)
+    prefill.shutdown()
+    assert [span.name for span in found(tmp_path / "p", "scheduler")] == ["queued"]
 
 
 def test_a_folder_that_has_gone_breaks_no_handoff(traced, tokens, tmp_path):

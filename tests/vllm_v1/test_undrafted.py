@@ -63,7 +63,7 @@ def test_a_request_that_finds_any_block_without_the_drafter_s_kv_has_some(
     assert known.loaded(first, [table], loaded * SIZE) == cached * SIZE
     assert known.has(first, lambda request_id: [table])
     if ended:
-        known.finish("first", lambda request_id: [table])
+        known.finish(first, lambda request_id: [table])
         if used_anew and full:
             table[-1 - partial].block_hash = make_block_hash_with_group_id(BlockHash(b"other"), 0)
     for found in range(full + 1):
@@ -75,4 +75,4 @@ def test_a_request_that_finds_any_block_without_the_drafter_s_kv_has_some(
             lacking = range(cached, min(found, full - 1))
         assert known.has(second, lambda request_id: [table]) == bool(lacking)
         if lacking:
-            known.finish(name, lambda request_id, found=found: [table[:found]])
+            known.finish(second, lambda request_id, found=found: [table[:found]])
