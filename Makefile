@@ -19,7 +19,7 @@ help:
 	@echo "make mutants    how soon the simulation finds small faults; the table goes to benchmarks/results"
 	@echo "make mutants-sample  which of 300 mutants that a library makes no check finds; takes hours"
 	@echo "make bench      benchmarks; tables and plots go to benchmarks/results"
-	@echo "make docs       the site, in site/; its tools have an environment of their own"
+	@echo "make docs       the site, in site/, unless a link leads nowhere; its tools have an environment"
 	@echo "make wheel      wheel and sdist, in dist/, and a check of what is in them"
 	@echo "make setup      only make or update $(VENV)"
 	@echo "make clean      remove caches, made models and $(VENV)"

@@ -638,7 +638,7 @@ def markdown(measured: Measured, command: str) -> str:
         "",
         f"`{command}`: {machine()}.",
         "",
-        "What the figures mean is in [docs/scale.md](../../docs/scale.md).",
+        "What the figures mean is in [docs/internals/scale.md](../../docs/internals/scale.md).",
         "",
         "## Counted and predicted",
         "",

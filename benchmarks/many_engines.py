@@ -321,8 +321,8 @@ def main() -> None:
         "",
         f"`{command}`: {machine()}.",
         "",
-        "*The model* is that of [docs/scale.md](../../docs/scale.md), whose constants "
-        "[results/cluster.md](cluster.md) has.",
+        "*The model* is that of [docs/internals/scale.md](../../docs/internals/scale.md), whose "
+        "constants [results/cluster.md](cluster.md) has.",
         "",
         "## In simulated time",
         "",

@@ -176,7 +176,7 @@ def sources() -> Iterator[Path]:
 
 def pages() -> list[Path]:
     """The pages that users and developers read, but the changelog: it may name what has gone."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @cache

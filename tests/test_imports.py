@@ -40,15 +40,15 @@ def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
 
 
 def test_a_circle_is_found_also_through_functions_and_types(tmp_path: Path) -> None:
-    package = tmp_path / "house"
-    (package / "attic").mkdir(parents=True)
-    (package / "__init__.py").write_text("from house.roof import tile\n")
-    (package / "roof.py").write_text(
+    package = tmp_path / "example"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("from example.high import tile\n")
+    (package / "high.py").write_text(
         "from typing import TYPE_CHECKING\n"
-        "if TYPE_CHECKING:\n    from house.attic import box\n"
+        "if TYPE_CHECKING:\n    from example.inner import box\n"
         "from . import __doc__\n"
     )
-    (package / "attic" / "box.py").write_text("def open():\n    from .. import roof\n")
+    (package / "inner" / "box.py").write_text("def open():\n    from .. import high\n")
     with pytest.raises(CycleError) as found:
         TopologicalSorter(imports(package)).prepare()
-    assert set(found.value.args[1]) == {"house.roof", "house.attic.box"}
+    assert set(found.value.args[1]) == {"example.high", "example.inner.box"}

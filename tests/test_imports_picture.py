@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of `docs/architecture.md` shows the imports that the code has."""
+"""`docs/internals/imports.svg` shows the imports that the code has."""
 
 import subprocess
 import sys
@@ -33,22 +33,22 @@ def test_an_import_that_is_new_changes_the_picture(script: Any) -> None:
 
 
 def test_imports_are_read_wherever_they_stand(script: Any, tmp_path: Path) -> None:
-    package = tmp_path / "house"
-    (package / "attic").mkdir(parents=True)
-    (package / "__init__.py").write_text("from house.attic import box\n")
-    (package / "cellar.py").write_text("import sys\n")
-    (package / "attic" / "box.py").write_text(
+    package = tmp_path / "example"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("from example.inner import box\n")
+    (package / "low.py").write_text("import sys\n")
+    (package / "inner" / "box.py").write_text(
         "from typing import TYPE_CHECKING\n"
-        "if TYPE_CHECKING:\n    from house import roof\n"
-        "else:\n    import house.attic\n"
-        "def open():\n    from house import cellar, __doc__\n"
+        "if TYPE_CHECKING:\n    from example import high\n"
+        "else:\n    import example.inner\n"
+        "def open():\n    from example import low, __doc__\n"
     )
-    (package / "roof.py").write_text("import house.cellar\nfrom house.attic.box import open\n")
+    (package / "high.py").write_text("import example.low\nfrom example.inner.box import open\n")
     folders = script.read_folders(package)
-    assert folders == {"attic": {"cellar"}, "cellar": set(), "roof": {"attic", "cellar"}}
-    assert script.reduced(folders) == {"attic": {"cellar"}, "cellar": set(), "roof": {"attic"}}
+    assert folders == {"inner": {"low"}, "low": set(), "high": {"inner", "low"}}
+    assert script.reduced(folders) == {"inner": {"low"}, "low": set(), "high": {"inner"}}
 
 
 def test_imports_in_a_circle_are_not_drawn(script: Any) -> None:
     with pytest.raises(CycleError):
-        script.picture({"attic": {"cellar"}, "cellar": {"attic"}})
+        script.picture({"inner": {"low"}, "low": {"inner"}})

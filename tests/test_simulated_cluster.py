@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that meet in simulated time say as much to each other as docs/scale.md has it."""
+"""Engines in simulated time say as much to each other as docs/internals/scale.md has it."""
 
 import sys
 from pathlib import Path

@@ -149,7 +149,7 @@ def local_size() -> int:
 def ask_loaded(module: str, function: str) -> Any:
     """What a function of a module returns, if this process has loaded that module.
 
-    This room imports neither vLLM nor vLLM-Omni. None where the module is not loaded, or has not
+    This package imports neither vLLM nor vLLM-Omni. None where the module is not loaded, or has not
     made its groups yet.
     """
     ask = getattr(sys.modules.get(module), function, None)

@@ -7,7 +7,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_each_plot_is_on_a_page() -> None:
-    pages = [*RESULTS.glob("*.md"), *ROOT.glob("docs/*.md")]
+    pages = [*RESULTS.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     text = "".join(page.read_text() for page in pages)
     plots = [plot.name for plot in RESULTS.glob("*.png")]
     assert plots

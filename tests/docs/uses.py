@@ -56,6 +56,7 @@ _BETWEEN, _CONFIGURATION, _OBJECTS = (
     "docs/objects.md",
 )
 _STAGE = "docs/stage.md"
+_INTERNALS, _SIMULATION = "docs/internals/index.md", "docs/internals/simulation.md"
 
 PREFILL_ID, DECODE_ID, FOLDER = "the prefill engine's id", "the decode engine's id", "a folder"
 """What only the test knows: see `Paste.named`."""
@@ -146,11 +147,7 @@ PYTHON = {
 """Python that a test runs."""
 
 LISTED = {
-    ("README.md", "prompt ──▶"): "a picture",
-    ("docs/index.md", "prompt ──▶"): "a picture",
-    ("docs/index.md", "engine A ──▶"): "a picture",
-    ("docs/architecture.md", "omni_connector/"): "the folders; tests/test_names.py compares them",
-    ("docs/architecture.md", "flowchart"): "a picture; tests/test_imports_picture.py compares it",
+    (_INTERNALS, "omni_connector/"): "the folders; tests/test_names.py compares them",
     ("README.md", "make demo"): "the demo runs in tests/e2e/test_demo.py, the tests are these",
     (_QUICKSTART, "make demo"): "the demo runs in tests/e2e/test_demo.py",
     (_QUICKSTART, "pip install 'omni-connector[demo]'"): "needs an index; tests/e2e/test_demo.py",
@@ -169,8 +166,8 @@ LISTED = {
     (_CONFIGURATION, "echo advise"): "changes the machine; needs root",
     (_OPERATIONS, "terminationGracePeriodSeconds"): "needs a cluster; tests/deploy/test_deploy.py",
     ("docs/deploy.md", "omni-connector doctor"): "as in the quickstart; tests/cli/test_doctor.py",
-    ("docs/simulation.md", "make simulate"): "takes hours; tests/simulation runs some seeds",
-    ("docs/simulation.md", "python -m tests.simulation"): "tests/simulation/test_simulation.py",
+    (_SIMULATION, "make simulate"): "takes hours; tests/simulation runs some seeds",
+    (_SIMULATION, "python -m tests.simulation"): "tests/simulation/test_simulation.py",
     ("docs/transports.md", "[project.entry-points"): "tests/transports/test_registry.py",
     ("docs/transports.md", "from omni_connector.testing"): "tests/transports/test_shm.py",
     ("docs/transports.md", "class MyTransport"): "an outline",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the control room share: a clock, a compatibility key, prompts, engines."""
+"""What the tests of `handoff` share: a clock, a compatibility key, prompts, engines."""
 
 import tempfile
 from collections.abc import Callable, Iterator

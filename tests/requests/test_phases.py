@@ -14,7 +14,7 @@ from omni_connector.requests.phases import WAYS, Phase
 from omni_connector.requests.state import RequestState
 from omni_connector.runtime.trace import NO_TRACE, FileTrace, spans
 
-PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "requests.md"
 
 
 def state() -> RequestState:

@@ -2,8 +2,9 @@
 """Explores orders: engines, their threads and messages, in one process, one act at a time.
 
 Each seed is a schedule: it draws the engines, what happens to them, and who acts next. Nothing
-sleeps and no thread runs by itself, so a seed is the same schedule each time. `docs/simulation.md`
-says what must hold; run it with `python -m tests.simulation --seeds 0:100`.
+sleeps and no thread runs by itself, so a seed is the same schedule each time.
+`docs/internals/simulation.md` says what must hold; run it with
+`python -m tests.simulation --seeds 0:100`.
 """
 
 from typing import Final

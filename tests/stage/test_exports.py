@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the room shows, what importing it costs, and that the documented API is all there."""
+"""What the package shows, what importing it costs, and that the documented API is all there."""
 
 import inspect
 import subprocess

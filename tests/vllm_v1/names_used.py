@@ -24,7 +24,7 @@ import omni_connector
 
 PACKAGE = Path(omni_connector.__file__).parent
 
-ROOMS = ("plugin.py", "vllm_v1", "copy", "handoff", "identity", "prefix")
+FOLDERS = ("plugin.py", "vllm_v1", "copy", "handoff", "identity", "prefix")
 """What is read of the package: that which sees objects of vLLM in an engine."""
 
 PROTOCOLS = {
@@ -37,7 +37,7 @@ PROTOCOLS = {
     "BlockHashes": "vllm.v1.core.block_pool:BlockPool",
     "Adapter": "vllm.lora.request:LoRARequest",
 }
-"""Classes of vLLM that rooms which do not import it read, by the name of the protocol."""
+"""Classes of vLLM that folders which do not import it read, by the name of the protocol."""
 
 _SPECS = "vllm.v1.kv_cache_interface"
 
@@ -72,8 +72,8 @@ class Kind(NamedTuple):
 def uses() -> dict[Use, str]:
     """All uses, and where the first of each is."""
     found: dict[Use, str] = {}
-    for room in ROOMS:
-        path = PACKAGE / room
+    for folder in FOLDERS:
+        path = PACKAGE / folder
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
             if file.name == "vllm_names.py":  # the table
                 continue

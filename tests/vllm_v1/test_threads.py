@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/architecture.md says of each thread after an unexpected error is what happens."""
+"""What docs/internals/threads.md says of each thread after an unexpected error is what happens."""
 
 import ast
 import asyncio
@@ -62,7 +62,7 @@ from omni_connector.vllm_v1.rank_weights import AnsweredWeights
 pytestmark = pytest.mark.vllm
 
 LONG = 60.0
-PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "threads.md"
 FULL = GroupShape(
     kind="full_attention", block_size=16, attention_type="all", layers="x", pages=("p",)
 )
