@@ -162,8 +162,8 @@ class TimedStream(HostStream):
         return fence.seconds <= self._clock.now
 
     def wait(self, fence: object) -> None:
-        assert isinstance(fence, At)
-        self.ends = max(self.ends[0], fence.seconds), self.ends[1]
+        moment = fence.seconds if isinstance(fence, At) else max(cast(Any, fence))
+        self.ends = max(self.ends[0], moment), self.ends[1]
 
     def mark(self) -> object:
         return self.ends

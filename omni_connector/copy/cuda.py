@@ -166,7 +166,8 @@ class CudaStream(Stream):
         return bool(_event(fence).query())  # type: ignore[no-untyped-call]
 
     def wait(self, fence: object) -> None:
-        self._stream.wait_event(_event(fence))
+        for event in fence if isinstance(fence, tuple) else (fence,):
+            self._stream.wait_event(_event(event))
 
     def mark(self) -> tuple[torch.cuda.Event, ...]:
         # Without `blocking`, whoever waits for it takes a core all the while.

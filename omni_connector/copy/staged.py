@@ -288,7 +288,7 @@ class _Call:
     """One save or load: what its batches have in common.
 
     Attributes:
-        direction: whose stream and buffers it uses.
+        direction: whose streams and buffers it uses.
         taken: what is copied of each slot, in the order of slots and of rows.
         length: bytes of a slot, all of which are hashed.
         slots: the slots of the copy, as a tensor; None where the device may not use them itself.
@@ -304,11 +304,6 @@ class _Call:
     slots: torch.Tensor | None
     sums: NDArray[np.uint64]
     device_hashes: bool
-
-    @property
-    def stream(self) -> Stream:
-        """Where the device's work goes."""
-        return self.direction.stream
 
     @property
     def host_hashes(self) -> bool:
@@ -362,7 +357,7 @@ class _Call:
         the device."""
         block_ids = self.copy.block_ids[batch.places]
         words = [block_ids, self.pieces(batch.slot_ids)] if batch.by_kernel else [block_ids]
-        there = batch.staging.send(self.stream, np.concatenate(words))
+        there = batch.staging.send(self.direction.fills, np.concatenate(words))
         return there[: len(block_ids)], there[len(block_ids) :]
 
     def slots_of(self, run: _Run, taken: _Taken) -> torch.Tensor:
@@ -406,8 +401,8 @@ class StagedCopier(BlockCopier):
     Args:
         canonical: the KV cache.
         layout: its slots.
-        stream: where the device's work of saves goes, and beside it that of loads; owned, and
-            closed with the copier.
+        stream: of the device, beside which the copier makes its own. It takes the fences, and what
+            is pinned; owned, and closed with the copier.
         helpers: share in what the host does; None leaves all of it to the calling thread.
         staging_bytes: bytes of each staging buffer; at least one slot is staged. Saves have two,
             and loads.
@@ -442,7 +437,7 @@ class StagedCopier(BlockCopier):
         ]
         # A save may wait for the engine's work that is ahead of it. No load waits for that.
         self._saves = Direction(stream)
-        self._loads = Direction(stream.beside())
+        self._loads = Direction(stream)
         self._rows = allocate((self._saves, self._loads), layout.slot_bytes, staging_bytes)
         # Replaced under the lock. Copies on other threads look at it without.
         self._pinned = _Pinned.none()
@@ -507,7 +502,7 @@ class StagedCopier(BlockCopier):
         return call.sums
 
     def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:
-        stream = self._loads.stream
+        stream = self._loads.fills
         with self._loads.lock, stream.active():
             if fence is not None:
                 stream.wait(fence)
@@ -532,14 +527,15 @@ class StagedCopier(BlockCopier):
                 )
                 return
             try:
-                each.stream.finish(None)
+                each.finish()
             except RuntimeError as error:
                 logger.warning("The device failed before its last copies had ended: %s", error)
             finally:
                 each.buffers = ()
                 each.lock.release()
         for each in (self._saves, self._loads):
-            each.stream.close()
+            each.close()
+        self._stream.close()
         self._groups = []
         self._canonical = None
         self._with_pages.cache_clear()
@@ -686,15 +682,15 @@ class StagedCopier(BlockCopier):
     ) -> bool:
         """Run all batches; each ends, and is given to `landed`, while the next is under way.
         Returns False if cancelled."""
-        stream = call.stream
-        with call.direction.lock, stream.active():
+        direction = call.direction
+        with direction.lock:
             if call.copy.fence is not None:
-                stream.wait(call.copy.fence)
+                direction.fills.wait(call.copy.fence)
             under_way: deque[tuple[object, _Batch, torch.Tensor | None]] = deque()
 
             def end_first() -> None:
                 mark, batch, sums = under_way.popleft()
-                stream.finish(mark)
+                direction.empties.finish(mark)
                 end(call, batch)
                 if sums is not None:
                     call.sums[batch.places] = sums.numpy().view(np.uint64)
@@ -706,39 +702,34 @@ class StagedCopier(BlockCopier):
                     if cancelled is not None and cancelled():
                         return False
                     sums = start(call, batch)
-                    under_way.append((stream.mark(), batch, sums))
+                    under_way.append((direction.empties.mark(), batch, sums))
                     if len(under_way) > 1:
                         end_first()
                 while under_way:
                     end_first()
             finally:
                 # Nothing may still use the staging buffers, or write blocks, after an error.
-                stream.finish(None)
+                direction.finish()
         return True
 
     def _out(self, call: _Call, batch: _Batch) -> torch.Tensor | None:
         """Begin to save a batch. Returns its checksums, if the device makes them."""
-        block_ids, addresses = call.send(batch)
         staged = self._staged(call, batch)
-        call.on_device.gather(call.stream, block_ids, staged)
-        there = call.stream.mark() if call.device_hashes else None
-        if batch.by_kernel:
-            call.stream.move(staged.view(-1, call.moved), addresses, to_host=True)
-        elif batch.runs is None:
-            self._cross(call, self._bounced(call, batch), staged, lands=True)
-        else:
-            for run in batch.runs:
-                for taken in call.taken:
-                    slots = call.slots_of(run, taken)
-                    self._cross(call, slots, staged[run.rows, taken.of_row], lands=True)
-        return None if there is None else self._hash_there(call, batch, staged, there)
+        with call.direction.fills.active():
+            block_ids, addresses = call.send(batch)
+            call.on_device.gather(call.direction.fills, block_ids, staged)
+        there = self._filled(call)
+        with call.direction.empties.active():
+            self._cross(call, batch, staged, addresses, to_host=True)
+        return self._hash_there(call, batch, staged, there) if call.device_hashes else None
 
     def _look(self, call: _Call, batch: _Batch) -> torch.Tensor:
         """Begin to hash a batch that stays where it is."""
-        block_ids, _ = call.send(batch)
         staged = self._staged(call, batch)
-        call.on_device.gather(call.stream, block_ids, staged)
-        return self._hash_there(call, batch, staged, call.stream.mark())
+        with call.direction.fills.active():
+            block_ids, _ = call.send(batch)
+            call.on_device.gather(call.direction.fills, block_ids, staged)
+        return self._hash_there(call, batch, staged, self._filled(call))
 
     def _land(self, call: _Call, batch: _Batch) -> None:
         """End to save a batch whose bytes are in the host's memory."""
@@ -749,20 +740,20 @@ class StagedCopier(BlockCopier):
 
     def _in(self, call: _Call, batch: _Batch) -> torch.Tensor | None:
         """Begin to load a batch; returns as `_out`."""
-        block_ids, addresses = call.send(batch)
         staged = self._staged(call, batch)
-        if batch.by_kernel:
-            call.stream.move(staged.view(-1, call.moved), addresses, to_host=False)
-        elif batch.runs is None:
-            self._cross(call, staged, self._bounced_in(call, batch))
-        else:
-            for run in batch.runs:
-                for taken in call.taken:
-                    slots = call.slots_of(run, taken)
-                    self._cross(call, staged[run.rows, taken.of_row], slots)
-        there = call.stream.mark() if call.device_hashes else None
-        call.on_device.scatter(call.stream, block_ids, staged)
-        return None if there is None else self._hash_there(call, batch, staged, there)
+        with call.direction.fills.active():
+            block_ids, addresses = call.send(batch)
+            self._cross(call, batch, staged, addresses, to_host=False)
+        there = self._filled(call)
+        with call.direction.empties.active():
+            call.on_device.scatter(call.direction.empties, block_ids, staged)
+        return self._hash_there(call, batch, staged, there) if call.device_hashes else None
+
+    def _filled(self, call: _Call) -> object:
+        """Mark a batch as filled, before which nothing empties it."""
+        there = call.direction.fills.mark()
+        call.direction.empties.wait(there)
+        return there
 
     def _landed(self, call: _Call, batch: _Batch) -> None:
         """End to load a batch that is in its blocks."""
@@ -811,13 +802,34 @@ class StagedCopier(BlockCopier):
         return buffer
 
     def _cross(
-        self, call: _Call, target: torch.Tensor, source: torch.Tensor, *, lands: bool = False
+        self,
+        call: _Call,
+        batch: _Batch,
+        staged: torch.Tensor,
+        addresses: torch.Tensor,
+        *,
+        to_host: bool,
     ) -> None:
-        """Copy between the host and the device; `lands` says that the host's memory is written."""
-        if not source.numel():
+        """Copy a batch between its buffer on the device and the host, on the active stream."""
+        stream = call.direction.empties if to_host else call.direction.fills
+        if batch.by_kernel:
+            stream.move(staged.view(-1, call.moved), addresses, to_host=to_host)
             return
-        copy = partial(target.copy_, source, non_blocking=True)
-        call.stream.launch(copy, host=target if lands else source, lands=lands)
+        pairs: list[tuple[torch.Tensor, torch.Tensor]]
+        if batch.runs is None:
+            here = self._bounced(call, batch) if to_host else self._bounced_in(call, batch)
+            pairs = [(staged, here)]
+        else:
+            pairs = [
+                (staged[run.rows, taken.of_row], call.slots_of(run, taken))
+                for run in batch.runs
+                for taken in call.taken
+            ]
+        for there, here in pairs:
+            target, source = (here, there) if to_host else (there, here)
+            if source.numel():
+                copy = partial(target.copy_, source, non_blocking=True)
+                stream.launch(copy, host=here, lands=to_host)
 
     def _hash(self, call: _Call, batch: _Batch) -> None:
         """Hash the batch's slots."""
@@ -830,7 +842,7 @@ class StagedCopier(BlockCopier):
     ) -> torch.Tensor:
         """Have the device hash the batch's rows; returns where the checksums will be."""
         sums: torch.Tensor = batch.staging.sums[: len(staged)]
-        call.stream.hash(staged, there=there, sums=sums)
+        call.direction.empties.hash(staged, there=there, sums=sums)
         return sums
 
     def _staged(self, call: _Call, batch: _Batch) -> torch.Tensor:

@@ -56,17 +56,22 @@ class Staging:
 class Direction:
     """The saves of one copier, or its loads and zeroing.
 
+    Saves gather blocks into a buffer on one stream, and copy it to the host on another. While the
+    bus is busy with one buffer, the other is gathered. Loads take the same steps backwards.
+
     Args:
-        stream: where the work goes; closed by its owner.
+        stream: of the device, beside which the streams are made.
 
     Attributes:
+        fills, empties: the streams of the work that writes the buffers, and of what reads them.
         lock: held during a copy, as the buffers serve one at a time.
         buffers: two of them, which the batches of a copy take in turns; none where the device has
             no memory.
     """
 
     def __init__(self, stream: Stream) -> None:
-        self.stream = stream
+        self.fills = stream.beside()
+        self.empties = stream.beside()
         self.lock = threading.Lock()
         self.buffers: tuple[Staging, ...] = ()
 
@@ -79,8 +84,22 @@ class Direction:
         Raises:
             RuntimeError: there is no memory.
         """
-        self.buffers = Staging(self.stream, nbytes), Staging(self.stream, nbytes)
-        self.stream.prepare_hash(nbytes)
+        self.buffers = Staging(self.fills, nbytes), Staging(self.fills, nbytes)
+        self.empties.prepare_hash(nbytes)
+
+    def finish(self) -> None:
+        """Block until all work is done.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        self.fills.finish(None)
+        self.empties.finish(None)
+
+    def close(self) -> None:
+        """Close the streams."""
+        self.fills.close()
+        self.empties.close()
 
 
 def allocate(directions: tuple[Direction, ...], slot_bytes: int, staging_bytes: int) -> int:

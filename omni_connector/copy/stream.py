@@ -54,7 +54,8 @@ class Stream(ABC):
 
     @abstractmethod
     def wait(self, fence: object) -> None:
-        """Put no later work of this stream before what `fence` marked."""
+        """Put no later work of this stream before what `fence` marked, or `mark` of another stream
+        of the device."""
 
     @abstractmethod
     def mark(self) -> object:

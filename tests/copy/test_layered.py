@@ -479,7 +479,7 @@ def test_a_layer_of_a_device_goes_to_pinned_slots_in_batches_of_its_own_size(kv)
     while not saving.advance(1):
         pass
     # Eight blocks: a slot's room holds one layer of four of them.
-    assert sum(verb == "mark" for verb, _ in stream.log) == 2
+    assert sum(verb == "follow" for verb, _ in stream.log) == 2
     saving.end()
     saving.check(3)
 

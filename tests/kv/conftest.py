@@ -284,7 +284,7 @@ class HostStream(Stream):
         return True
 
     def wait(self, fence: object) -> None:
-        self.log.append(("wait", fence))
+        self.log.append(("follow" if isinstance(fence, int) else "wait", fence))
 
     def mark(self) -> object:
         self._marks += 1

@@ -12,9 +12,8 @@ from tests.simulation.mutants.faults import mutant
 _WORKER: Final = "omni_connector.vllm_v1.worker"
 _STAGING: Final = "omni_connector.copy.staged"
 _PINNING: Final = "omni_connector.copy.pinning"
-_FINISH: Final = "                stream.finish(mark)\n"
-_GATHER: Final = "        call.on_device.gather(call.stream, block_ids, staged)\n"
-_THERE: Final = "        there = call.stream.mark() if call.device_hashes else None\n"
+_FINISH: Final = "                direction.empties.finish(mark)\n"
+_WAIT: Final = "        call.direction.empties.wait(there)\n"
 
 DEVICE: Final = (
     mutant(
@@ -67,7 +66,7 @@ DEVICE: Final = (
         "the stream of copies goes on although it was given a fence",
         (
             _STAGING,
-            "                stream.wait(call.copy.fence)\n",
+            "                direction.fills.wait(call.copy.fence)\n",
             "                pass\n",
         ),
     ),
@@ -117,8 +116,8 @@ DEVICE: Final = (
         ),
         (
             _STAGING,
-            " write blocks, after an error.\n                stream.finish(None)\n",
-            "\n                if end == self._land:\n                    stream.finish(None)\n",
+            " write blocks, after an error.\n                direction.finish()\n",
+            "\n                if end == self._land:\n                    direction.finish()\n",
         ),
     ),
     mutant(
@@ -126,8 +125,12 @@ DEVICE: Final = (
         "what is launched is in no order with the fence that was waited for",
         (
             _STAGING,
-            "        with call.direction.lock, stream.active():\n",
-            "        with call.direction.lock:\n",
+            "        with call.direction.fills.active():\n"
+            "            block_ids, addresses = call.send(batch)\n"
+            "            call.on_device.gather",
+            "        if True:\n"
+            "            block_ids, addresses = call.send(batch)\n"
+            "            call.on_device.gather",
         ),
     ),
     mutant(
@@ -216,9 +219,15 @@ DEVICE: Final = (
         "a save has the checksum of what was in the staging buffer before",
         (
             _STAGING,
-            _GATHER + _THERE,
-            _THERE + _GATHER,
+            "        there = call.direction.fills.mark()\n" + _WAIT,
+            "        there = call.direction.empties.mark()\n"
+            "        call.direction.empties.wait(call.direction.fills.mark())\n",
         ),
+    ),
+    mutant(
+        "device: crosses before it is gathered",
+        "a staging buffer is emptied before what belongs in it is there",
+        (_STAGING, _WAIT, ""),
     ),
     mutant(
         "device: kernels reach what is not pinned",
@@ -257,8 +266,8 @@ DEVICE: Final = (
         "a load stands behind a save that waits for the engine's work",
         (
             _STAGING,
-            "        self._loads = Direction(stream.beside())\n",
             "        self._loads = Direction(stream)\n",
+            "        self._loads = self._saves\n",
         ),
     ),
     mutant(

@@ -141,6 +141,7 @@ class Device(Actor):
         capturing: whether the engine captures a graph, so that no other thread may pin.
         copies: "save" or "load" while the copier does one.
         forbids_buffers: whether copies may not cross through buffers of the host.
+        finishes: how often its streams were waited for.
     """
 
     def __init__(self, world: World, owner: str, failing: tuple[float, float]) -> None:
@@ -152,6 +153,7 @@ class Device(Actor):
         self.capturing = False
         self.copies = ""
         self.forbids_buffers = False
+        self.finishes = 0
         self._in_vain: Counter[tuple[float, int]] = Counter()  # calls by moment and address
         self._refusals: dict[int, list[int]] = {}  # codes that are left, by address
         self._failing = failing
@@ -270,8 +272,6 @@ class SimulatedStream(Stream):
         device: whose.
         queue: its work.
 
-    Attributes:
-        finishes: how often it was waited for.
     """
 
     def __init__(self, device: Device, queue: Queue) -> None:
@@ -280,7 +280,6 @@ class SimulatedStream(Stream):
         self._hashing = device.queue()
         self._entered = 0
         self._closed = False
-        self.finishes = 0
         self._waits_in: set[str] = set()  # which copies have waited for a fence
         self._process = [queue, self._hashing]  # an error of one stream is the process's
         self._hashes = device.world.chance(0.6)
@@ -314,8 +313,7 @@ class SimulatedStream(Stream):
 
     def launch(self, work: _Work, *, host: torch.Tensor | None = None, lands: bool = False) -> None:
         self._require()
-        # As with CUDA, what is launched outside goes to a stream that no fence is waited for on.
-        queue = self._queue if self._entered else self._device.others
+        queue = self._active
         if host is None:
             self._device.launch(queue, work)
             return
@@ -335,6 +333,11 @@ class SimulatedStream(Stream):
         self._used.append(extent)
         self._device.launch(queue, copy)
 
+    @property
+    def _active(self) -> Queue:
+        # As with CUDA, what is launched outside goes to a stream that no fence is waited for on.
+        return self._queue if self._entered else self._device.others
+
     def fence(self) -> object:
         # Of the stream that the calling thread uses: another thread's is not the engine's.
         acting = self._device.world.acting
@@ -347,6 +350,10 @@ class SimulatedStream(Stream):
         return fence.done
 
     def wait(self, fence: object) -> None:
+        if isinstance(fence, tuple):  # the mark of another stream of the copier's
+            for event in fence:
+                self._queue.wait(event)
+            return
         if not isinstance(fence, Event):
             raise TypeError(f"not a fence of this device: {fence!r}")
         self._waits_in |= {self._device.copies} - {""}
@@ -358,7 +365,7 @@ class SimulatedStream(Stream):
         return self._queue.mark(), self._hashing.mark()
 
     def finish(self, mark: object | None) -> None:
-        self.finishes += 1
+        self._device.finishes += 1
         if not self._device.closing:
             self._device.world.forbid_engine("an accelerator's copy")
         if self._device.fails():
@@ -405,7 +412,7 @@ class SimulatedStream(Stream):
     def move(self, staged: torch.Tensor, rows: torch.Tensor, *, to_host: bool) -> None:
         self._require()
         for row, address in zip(staged, rows, strict=True):
-            self._device.launch(self._queue, partial(self._move, row, address, to_host=to_host))
+            self._device.launch(self._active, partial(self._move, row, address, to_host=to_host))
 
     def _move(self, row: torch.Tensor, address: torch.Tensor, *, to_host: bool) -> None:
         start = int(address)  # which the device has only by now
@@ -508,11 +515,11 @@ class DeviceCopier:
     def save(self, copy: BlockCopy, **options: Any) -> Any:
         """As the copier for devices."""
         with self._looking(copy, "save"):
-            before, ends = self._stream.finishes, itertools.count(1)
+            before, ends = self._device.finishes, itertools.count(1)
 
             def landed(some: slice, sums: NDArray[np.uint64]) -> None:
                 # Of a group that this stage has no layers of, nothing is copied.
-                if self._stream.finishes - before > next(ends):
+                if self._device.finishes - before > next(ends):
                     self._device.blame(Violation("slow", "slots that are complete wait for others"))
                 options["landed"](some, sums)
 
