@@ -375,11 +375,13 @@ TABLE: Final[tuple[UsedName, ...]] = (
             "kv_cache_block_copies",
             "kv_connector_block_state",
             "num_scheduled_tokens",
+            "scheduled_cached_reqs",
             "scheduled_new_reqs",
             "scheduled_spec_decode_tokens",
             "total_num_scheduled_tokens",
         ),
     ),
+    Attributes("vllm.v1.core.sched.output:CachedRequestData", ("resumed_req_ids",)),
     Attributes("vllm.v1.core.sched.output:KVConnectorBlockState", ("boundary_state_offloads",)),
     Attributes(
         "vllm.v1.core.sched.output:NewRequestData",
