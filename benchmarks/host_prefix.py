@@ -139,7 +139,7 @@ def main() -> None:
                 picture="![What a hit costs, in copies of its bytes](host_prefix.png)",
             )
             (arguments.output / "host_prefix.md").write_text(text)
-            handoff.plot(results, arguments.output / "host_prefix.png", "a hit", target=1.2)
+            handoff.plot(results, arguments.output / "host_prefix.png", "a hit")
 
 
 if __name__ == "__main__":

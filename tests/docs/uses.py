@@ -124,7 +124,7 @@ ARGUMENTS = {
     ("README.md", "vllm-router"),
     (_QUICKSTART, "VLLM_CPU_OMP_THREADS_BIND=0"),
     (_CONFIGURATION, "vllm serve MODEL"),
-    (_SHARED, 'KV=\'{"kv_connector":"OmniKVConnector","kv_role":"kv_both"}\''),
+    (_SHARED, 'KV=\'{"kv_connector":"OmniKVConnector","kv_role":"kv_both","kv_load'),
     (_SHARED, 'KV=\'{"kv_connector":"OmniKVConnector","kv_role":"kv_both",\n'),
     (_SHARED, "python examples/kv_events.py"),
     (_OPERATIONS, "vllm serve MODEL"),
