@@ -195,7 +195,9 @@ def _transfer_config(text: str) -> str:
     if verdict == "refused":
         raise CheckFailedError(f"vLLM refuses --kv-transfer-config: {plain(rest)}")
     role, policy = rest.split()
-    return f"vLLM takes it: kv_role {role}, kv_load_failure_policy {policy}"
+    advice = " (a request whose load fails half way ends with an error: set recompute)"
+    taken = f"vLLM takes it: kv_role {role}, kv_load_failure_policy {policy}"
+    return taken + (advice if policy == "fail" and role != "kv_producer" else "")
 
 
 def _settings(config: OmniConfig) -> str:

@@ -283,6 +283,7 @@ def test_what_vllm_is_given_is_examined(capsys: pytest.CaptureFixture[str]) -> N
     ("changed", "told"),
     [
         ({}, None),
+        ({"kv_load_failure_policy": "recompute"}, None),
         ({"kv_role": None}, "kv_role"),
         ({"kv_role": "kv_bth"}, "kv_role"),
         ({"kv_load_failure_policy": "recompue"}, "kv_load_failure_policy"),
@@ -312,6 +313,8 @@ def test_what_vllm_itself_refuses_is_found(
     found = module._find("vLLM", lambda: module._transfer_config(json.dumps(given)))
     assert found.ok is (told is None), found.text
     assert (told or "kv_role kv_both") in found.text
+    fails = told is None and (within or not changed)  # of MultiConnector, the outer policy counts
+    assert ("set recompute" in found.text) is fails
 
 
 @pytest.mark.usefixtures("quick")
