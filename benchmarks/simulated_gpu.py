@@ -173,9 +173,9 @@ class TimedStream(HostStream):
         assert isinstance(moments, tuple)
         self._clock.wait(max(moments))
 
-    def hash(self, rows: torch.Tensor, *, there: object, sums: torch.Tensor) -> None:
+    def hash(self, rows: torch.Tensor, *, there: object, **options: Any) -> None:
         assert isinstance(there, tuple)
-        super().hash(rows, there=there, sums=sums)
+        super().hash(rows, there=there, **options)
         self._clock.spend(LAUNCH_S)
         begins = max(self.ends[1], there[0], self._clock.now)
         self.ends = self.ends[0], begins + rows.nbytes / HASH
@@ -324,6 +324,13 @@ def main() -> int:
         "| | figure | to be |",
         "|---|---:|---|",
         *(f"| {name} | {each:.2f} | {AIMS[name]} |" for name, each in rows),
+        "",
+        "A job is copied in pieces of 128 MiB. A plain copy takes 2,440 µs for one. Its first",
+        "staging buffer is gathered before the bus has work, 63 µs. With two launches and one",
+        "waking of the thread that makes 0.96. A piece that begins before the one before has",
+        "ended, or that needs no staging, could gain 4 % at most. Layers of 32 MiB, 610 µs, are",
+        "pieces of their own: of these it makes 0.86. What is left when the pass has ended is",
+        "copied in smaller pieces.",
         "",
         "## Arenas that are pinned while an engine serves",
         "",

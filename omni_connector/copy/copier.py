@@ -58,10 +58,13 @@ class BlockCopier(ABC):
     Attributes:
         speed: about how many times as many bytes it copies in a second as one core of the host. As
             many more are copied at once, so that what jobs cost beside the copies stays small.
+        layer_bytes: bytes of a layer that a save copies at once while it follows a forward pass.
+            The host has few enough in the core's own cache still when it hashes them.
         pinned_at_once: bytes of slots that `pin` is given at once; 0 where it has no use for that.
     """
 
     speed: int = 1
+    layer_bytes: int = 1 << 20
     pinned_at_once: int = 0
 
     def __init__(self, layout: SlotLayout) -> None:
@@ -165,25 +168,6 @@ class BlockCopier(ABC):
             For `BlockCopy.states` `(count, ...)`; None if this copier hashes whole slots only.
         """
         return None
-
-    def can_hash(self, group: int) -> bool:
-        """Whether `hash_blocks` makes the checksums of blocks of a group."""
-        return False
-
-    def hash_blocks(
-        self, group: int, block_ids: NDArray[np.int64], *, fence: object
-    ) -> NDArray[np.uint64]:
-        """The checksums of slots that hold these blocks, without a copy.
-
-        Args:
-            group: of which it can.
-            block_ids: int64 `(n,)`.
-            fence: what `fence` returned; the hashing waits for it.
-
-        Returns:
-            The checksum of each slot `(n,)`.
-        """
-        raise ValueError(f"the checksums of group {group} are made with copies")
 
     @abstractmethod
     def zero(self, group: int, block_ids: NDArray[np.int64], *, fence: object = None) -> None:

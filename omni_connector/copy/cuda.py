@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from omni_connector.copy.device_hash import DeviceHash, device_hash, hashable, room_words
 from omni_connector.copy.device_rows import WORD, device_rows
-from omni_connector.copy.stream import Stream
+from omni_connector.copy.stream import RowPart, Stream
 
 logger = logging.getLogger("vllm.omni_connector.staging")
 
@@ -107,11 +107,12 @@ class _Hashing:
         rows: torch.Tensor,
         there: torch.cuda.Event,
         sums: torch.Tensor,
+        part: RowPart | None,
     ) -> None:
         """See `Stream.hash`."""
         self._stream.wait_event(there)
         with torch.cuda.stream(self._stream):
-            sums.copy_(device_hash(rows, self.room), non_blocking=True)
+            sums.copy_(device_hash(rows, self.room, part), non_blocking=True)
             self.last = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self.last.record(self._stream)
 
@@ -201,12 +202,19 @@ class CudaStream(Stream):
     def can_hash(self, nbytes: int) -> bool:
         return self._hash is not None and hashable(nbytes)
 
-    def hash(self, rows: torch.Tensor, *, there: object, sums: torch.Tensor) -> None:
+    def hash(
+        self,
+        rows: torch.Tensor,
+        *,
+        there: object,
+        sums: torch.Tensor,
+        part: RowPart | None = None,
+    ) -> None:
         assert self._hash is not None
         assert isinstance(there, tuple)
         hashing = self._hashing[0]
         self._hashing = [*self._hashing[1:], hashing]
-        hashing.hash(self._hash, rows, there[0], sums)
+        hashing.hash(self._hash, rows, there[0], sums, part)
 
     def can_move(self, nbytes: int) -> bool:
         return self._rows is not None and not nbytes % WORD

@@ -8,7 +8,6 @@ The copier sees each such range as a group of its own, and the checksum of a slo
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Final
 
 import numpy as np
 import xxhash
@@ -20,10 +19,6 @@ from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.kv.convert import PageRun
 from omni_connector.kv.spans import BlockSpans
 from omni_connector.runtime.trace import Trace, now
-
-_HASHED_BYTES: Final = 1024 * 1024
-"""Bytes of a layer that are copied at once: few enough to be still in the core's own cache when
-they are hashed."""
 
 
 class Forward:
@@ -220,8 +215,7 @@ class LayeredSave:
         self, places: NDArray[np.int64], layer_range: LayerRange
     ) -> Iterator[NDArray[np.int64]]:
         """Places of blocks of which one layer is copied at once."""
-        nbytes = _HASHED_BYTES * self._copier.speed
-        count = max(1, nbytes // (layer_range.end - layer_range.first))
+        count = max(1, self._copier.layer_bytes // (layer_range.end - layer_range.first))
         for first in range(0, len(places), count):
             yield places[first : first + count]
 
@@ -263,9 +257,6 @@ class LayeredSave:
 
     def _checksums(self, group: int, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Of blocks all of whose layers are copied."""
-        if self._hashed_at_end(group):
-            block_ids = self._block_ids[places]
-            return self._copier.hash_blocks(group, block_ids, fence=self._forward.fence)
         if self._checksum and self._states.get(group) is None:
             digests = [self._digests[place].intdigest() for place in places.tolist()]
             return np.array(digests, np.uint64)
@@ -284,11 +275,6 @@ class LayeredSave:
         whole = BlockCopy(group, *ids, self._checksum, self._forward.fence)
         return self._copier.save(whole, cancelled=cancelled, landed=landed) is not None
 
-    def _hashed_at_end(self, group: int) -> bool:
-        """Whether checksums are made of whole blocks, when all layers are there: a device takes
-        less time for that than the host for hashing layer by layer."""
-        return self._checksum and self._copier.can_hash(group)
-
     def _copy(
         self,
         group: int,
@@ -300,8 +286,7 @@ class LayeredSave:
         some = _span(places)
         bytes_of_it = self._slots[:, layer_range.first : layer_range.end]
         slot_ids = self._slot_ids[some]
-        checksum = self._checksum and not self._hashed_at_end(group)
-        if checksum and group not in self._states:
+        if self._checksum and group not in self._states:
             numbers = [each.number for each in self._layer_ranges[group]]
             self._states[group] = self._copier.begin(numbers, self._slots, len(self._slot_ids))
         states = self._states.get(group)
@@ -315,7 +300,7 @@ class LayeredSave:
         if states is not None and of_these is not None:
             states[some] = of_these
             self._sums[some] = copied
-        elif checksum:
+        elif self._checksum:
             for place, slot in zip(places.tolist(), slot_ids.tolist(), strict=True):
                 self._digests.setdefault(place, xxhash.xxh3_64()).update(bytes_of_it[slot].data)
         return True
@@ -333,6 +318,7 @@ class TracedCopier(BlockCopier):
     def __init__(self, inner: BlockCopier, layer_ranges: LayerRanges, trace: Trace) -> None:
         super().__init__(layer_ranges.layout)
         self.speed = inner.speed
+        self.layer_bytes = inner.layer_bytes
         self.pinned_at_once = inner.pinned_at_once
         self._inner = inner
         self._trace = trace
@@ -352,17 +338,6 @@ class TracedCopier(BlockCopier):
         self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
     ) -> NDArray[np.uint64] | None:
         return self._inner.begin(groups, slots, count)
-
-    def can_hash(self, group: int) -> bool:
-        return self._inner.can_hash(group)
-
-    def hash_blocks(
-        self, group: int, block_ids: NDArray[np.int64], *, fence: object
-    ) -> NDArray[np.uint64]:
-        began = now()
-        checksums = self._inner.hash_blocks(group, block_ids, fence=fence)
-        self._trace.span("hash", began, group=group, blocks=len(block_ids))
-        return checksums
 
     def load_pages(
         self, copy: BlockCopy, runs: Sequence[PageRun], length: int

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from omni_connector.copy.copier import BlockCopier, BlockCopy, Landed
 from omni_connector.copy.host_rows import HostRows, Sharing, begin_hashing, hashes_between
-from omni_connector.copy.native import LEAST_HASHED, begin
+from omni_connector.copy.native import ALIGNMENT, LEAST_HASHED, SUMS, begin, checksums
 from omni_connector.copy.staging import WORDS, Direction, Staging, allocate
-from omni_connector.copy.stream import Stream
+from omni_connector.copy.stream import RowPart, Stream
 from omni_connector.errors import DeviceMemoryError
 from omni_connector.kv.canonical import SLOT_ALIGNMENT, CanonicalKVCaches, SlotLayout
 from omni_connector.kv.convert import PageRun
@@ -40,9 +40,6 @@ _MOST_PAGES: Final = 256
 """Most choices of pages of peers whose places are remembered. It bounds memory."""
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-
-
-_NO_SLOTS: Final = np.empty((0, 0), np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +280,20 @@ class _Batch:
         return self.runs is None and not self.by_kernel
 
 
+class _Sent(NamedTuple):
+    """What the device was told of a batch.
+
+    Attributes:
+        block_ids: of its blocks.
+        addresses: of what kernels move of its slots, if they do.
+        sums: eight of each row, where its checksum goes on; none where it begins.
+    """
+
+    block_ids: torch.Tensor
+    addresses: torch.Tensor
+    sums: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     """One save or load: what its batches have in common.
@@ -293,7 +304,8 @@ class _Call:
         length: bytes of a slot, all of which are hashed.
         slots: the slots of the copy, as a tensor; None where the device may not use them itself.
         sums: the checksums `(n,)`.
-        device_hashes: whether the device makes them, of rows that are whole slots.
+        device_hashes: whether the device makes them, of rows that are whole slots or, with states,
+            parts of slots.
     """
 
     direction: Direction
@@ -352,13 +364,38 @@ class _Call:
         found: NDArray[np.int64] = np.add.outer(self.addresses(slot_ids), np.concatenate(starts))
         return found.ravel()
 
-    def send(self, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """A batch's block ids, and the addresses of what kernels move of its slots, if they do; on
-        the device."""
+    @property
+    def summed(self) -> int:
+        """Sums of each row that the device goes on with."""
+        return SUMS if self.device_hashes and self.copy.states is not None else 0
+
+    def send(self, batch: _Batch) -> _Sent:
+        """What the device needs to know of a batch."""
         block_ids = self.copy.block_ids[batch.places]
-        words = [block_ids, self.pieces(batch.slot_ids)] if batch.by_kernel else [block_ids]
-        there = batch.staging.send(self.direction.fills, np.concatenate(words))
-        return there[: len(block_ids)], there[len(block_ids) :]
+        pieces = self.pieces(batch.slot_ids) if batch.by_kernel else block_ids[:0]
+        states = self.states(batch)
+        sums = block_ids[:0]
+        if states is not None:
+            sums = states[:, : self.summed].ravel().view(np.int64)
+        there = batch.staging.send(self.direction.fills, np.concatenate([block_ids, pieces, sums]))
+        first = len(block_ids)
+        end = first + len(pieces)
+        return _Sent(there[:first], there[first:end], there[end:])
+
+    def take(self, batch: _Batch, found: torch.Tensor) -> None:
+        """Note what the device has made of a batch: checksums, or sums of a part of its slots."""
+        words = found.numpy().view(np.uint64)
+        states = self.states(batch)
+        if states is None:
+            self.sums[batch.places] = words
+            return
+        if words.ndim == 2:
+            states[:, :SUMS] = words
+            states[:, -2] -= np.uint64(self.on_device.row_bytes // ALIGNMENT)
+        else:
+            states[:, -2] = 0
+            states[:, -1] = words
+        self.sums[batch.places] = checksums(states)
 
     def slots_of(self, run: _Run, taken: _Taken) -> torch.Tensor:
         """What is taken of the slots of a run, as the device copies it."""
@@ -415,6 +452,7 @@ class StagedCopier(BlockCopier):
 
     speed = 16
     direct_bytes = 4 << 20
+    layer_bytes = 128 << 20
     pinned_at_once = 1 << 30
 
     def __init__(
@@ -465,19 +503,11 @@ class StagedCopier(BlockCopier):
     def begin(
         self, groups: Sequence[int], slots: NDArray[np.uint8], count: int
     ) -> NDArray[np.uint64] | None:
-        return begin_hashing([self._groups[group].row_bytes for group in groups], slots, count)
-
-    def can_hash(self, group: int) -> bool:
-        return self._stream.can_hash(self._groups[group].row_bytes)
-
-    def hash_blocks(
-        self, group: int, block_ids: NDArray[np.int64], *, fence: object
-    ) -> NDArray[np.uint64]:
-        nowhere = np.zeros_like(block_ids)
-        copy = BlockCopy(group, block_ids, _NO_SLOTS, nowhere, True, fence)
-        call = self._call_of_blocks(copy, self._saves)
-        self._pump(call, None, self._look, lambda call, batch: None)
-        return call.sums
+        lengths = [self._groups[group].row_bytes for group in groups]
+        nbytes = sum(lengths)
+        if self._stream.can_hash(nbytes) and not any(each % ALIGNMENT for each in lengths):
+            return begin(count, nbytes)
+        return begin_hashing(lengths, slots, count)
 
     def _copy(
         self,
@@ -559,8 +589,8 @@ class StagedCopier(BlockCopier):
         """A copy of all pages of blocks."""
         on_device = self._groups[copy.group]
         size = on_device.row_bytes
-        whole = copy.checksum and copy.states is None
-        device_hashes = whole and self._stream.can_hash(size)
+        hashed = size if copy.states is None else int(copy.states[0, -1]) * ALIGNMENT
+        device_hashes = copy.checksum and self._stream.can_hash(hashed)
         taken = (_Taken(0, 0, size),)
         return self._call(direction, copy, on_device, taken, size, device_hashes=device_hashes)
 
@@ -617,7 +647,7 @@ class StagedCopier(BlockCopier):
         if not buffers:
             raise DeviceMemoryError("the device has no memory for staging buffers")
         for_kernels = self._for_kernels(call)
-        words = 1 + (call.moves if for_kernels else 0)
+        words = 1 + (call.moves if for_kernels else 0) + call.summed
         rows = min(self._rows_at_once(call.on_device), WORDS // words)
         count = len(call.copy.block_ids)
         for number, first in enumerate(range(0, count, rows)):
@@ -693,7 +723,7 @@ class StagedCopier(BlockCopier):
                 direction.empties.finish(mark)
                 end(call, batch)
                 if sums is not None:
-                    call.sums[batch.places] = sums.numpy().view(np.uint64)
+                    call.take(batch, sums)
                 if landed is not None:
                     landed(batch.places, call.sums[batch.places])
 
@@ -716,20 +746,12 @@ class StagedCopier(BlockCopier):
         """Begin to save a batch. Returns its checksums, if the device makes them."""
         staged = self._staged(call, batch)
         with call.direction.fills.active():
-            block_ids, addresses = call.send(batch)
-            call.on_device.gather(call.direction.fills, block_ids, staged)
+            sent = call.send(batch)
+            call.on_device.gather(call.direction.fills, sent.block_ids, staged)
         there = self._filled(call)
         with call.direction.empties.active():
-            self._cross(call, batch, staged, addresses, to_host=True)
-        return self._hash_there(call, batch, staged, there) if call.device_hashes else None
-
-    def _look(self, call: _Call, batch: _Batch) -> torch.Tensor:
-        """Begin to hash a batch that stays where it is."""
-        staged = self._staged(call, batch)
-        with call.direction.fills.active():
-            block_ids, _ = call.send(batch)
-            call.on_device.gather(call.direction.fills, block_ids, staged)
-        return self._hash_there(call, batch, staged, self._filled(call))
+            self._cross(call, batch, staged, sent, to_host=True)
+        return self._hash_there(call, batch, staged, sent, there)
 
     def _land(self, call: _Call, batch: _Batch) -> None:
         """End to save a batch whose bytes are in the host's memory."""
@@ -742,12 +764,12 @@ class StagedCopier(BlockCopier):
         """Begin to load a batch; returns as `_out`."""
         staged = self._staged(call, batch)
         with call.direction.fills.active():
-            block_ids, addresses = call.send(batch)
-            self._cross(call, batch, staged, addresses, to_host=False)
+            sent = call.send(batch)
+            self._cross(call, batch, staged, sent, to_host=False)
         there = self._filled(call)
         with call.direction.empties.active():
-            call.on_device.scatter(call.direction.empties, block_ids, staged)
-        return self._hash_there(call, batch, staged, there) if call.device_hashes else None
+            call.on_device.scatter(call.direction.empties, sent.block_ids, staged)
+        return self._hash_there(call, batch, staged, sent, there)
 
     def _filled(self, call: _Call) -> object:
         """Mark a batch as filled, before which nothing empties it."""
@@ -768,7 +790,7 @@ class StagedCopier(BlockCopier):
         sums = self._host_rows.copy(
             *(stored, rows, batch.slot_ids, np.arange(len(rows))),
             checksum=call.host_hashes,
-            states=call.states(batch),
+            states=call.states(batch) if call.host_hashes else None,
         )
         if call.host_hashes:
             call.sums[batch.places] = sums
@@ -806,14 +828,14 @@ class StagedCopier(BlockCopier):
         call: _Call,
         batch: _Batch,
         staged: torch.Tensor,
-        addresses: torch.Tensor,
+        sent: _Sent,
         *,
         to_host: bool,
     ) -> None:
         """Copy a batch between its buffer on the device and the host, on the active stream."""
         stream = call.direction.empties if to_host else call.direction.fills
         if batch.by_kernel:
-            stream.move(staged.view(-1, call.moved), addresses, to_host=to_host)
+            stream.move(staged.view(-1, call.moved), sent.addresses, to_host=to_host)
             return
         pairs: list[tuple[torch.Tensor, torch.Tensor]]
         if batch.runs is None:
@@ -838,11 +860,23 @@ class StagedCopier(BlockCopier):
         call.sums[batch.places] = sums
 
     def _hash_there(
-        self, call: _Call, batch: _Batch, staged: torch.Tensor, there: object
-    ) -> torch.Tensor:
-        """Have the device hash the batch's rows; returns where the checksums will be."""
-        sums: torch.Tensor = batch.staging.sums[: len(staged)]
-        call.direction.empties.hash(staged, there=there, sums=sums)
+        self, call: _Call, batch: _Batch, staged: torch.Tensor, sent: _Sent, there: object
+    ) -> torch.Tensor | None:
+        """Have the device hash the batch's rows, if it does; returns where `_Call.take` finds what
+        it has made of them."""
+        if not call.device_hashes:
+            return None
+        count, nbytes = staged.shape
+        sums: torch.Tensor = batch.staging.sums[:count]
+        part = None
+        states = call.states(batch)
+        if states is not None:  # the rows of a copy are equally far
+            left, length = states[0, -2:].tolist()
+            first = (length - left) * ALIGNMENT
+            part = RowPart(first, length * ALIGNMENT, sent.sums.view(count, SUMS))
+            if not part.ends(nbytes):
+                sums = batch.staging.sums[: count * SUMS].view(count, SUMS)
+        call.direction.empties.hash(staged, there=there, sums=sums, part=part)
         return sums
 
     def _staged(self, call: _Call, batch: _Batch) -> torch.Tensor:

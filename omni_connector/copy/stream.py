@@ -4,10 +4,30 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+
+class RowPart(NamedTuple):
+    """Consecutive bytes of longer rows, whose checksums are made part by part.
+
+    Attributes:
+        first: where they begin in a row.
+        length: bytes of a row.
+        sums: int64 `(n, 8)` in the device's memory: those that xxh3-64 begins with, or those behind
+            the part before. Hashing may write them.
+    """
+
+    first: int
+    length: int
+    sums: torch.Tensor
+
+    def ends(self, nbytes: int) -> bool:
+        """Whether a part of so many bytes is the last one."""
+        return self.first + nbytes == self.length
 
 
 class Stream(ABC):
@@ -87,7 +107,7 @@ class Stream(ABC):
 
     @abstractmethod
     def can_hash(self, nbytes: int) -> bool:
-        """Whether the device hashes rows of so many bytes."""
+        """Whether the device hashes rows of so many bytes: whole, or in parts of whole stripes."""
 
     @abstractmethod
     def prepare_hash(self, nbytes: int) -> None:
@@ -98,7 +118,14 @@ class Stream(ABC):
         """
 
     @abstractmethod
-    def hash(self, rows: torch.Tensor, *, there: object, sums: torch.Tensor) -> None:
+    def hash(
+        self,
+        rows: torch.Tensor,
+        *,
+        there: object,
+        sums: torch.Tensor,
+        part: RowPart | None = None,
+    ) -> None:
         """Have the device hash rows later, beside the work of this stream. A later `mark` is
         reached when that is done, too.
 
@@ -107,7 +134,9 @@ class Stream(ABC):
                 more bytes than it is prepared for. Nobody may write them before that.
             there: what `mark` has returned when the work that writes them was put on this stream.
             sums: int64 `(n,)` of a `host_buffer`: gets xxh3-64 of each row, which nobody may read
-                before it is finished.
+                before it is finished. Of a part that is not the last one `(n, 8)`: gets the sums
+                behind it.
+            part: which bytes of longer rows these are; None for whole rows.
 
         Raises:
             RuntimeError: the device has failed.

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from omni_connector.copy import device_hash
 from omni_connector.copy.cuda import CudaStream
-from omni_connector.copy.device_hash import DeviceHash, hashable, room_words
+from omni_connector.copy.device_hash import DeviceHash, first_sums, hashable, room_words
+from omni_connector.copy.stream import RowPart
 from omni_connector.runtime.machine_code import code_is_denied, compiled, kernel
 
 needs_code = pytest.mark.skipif(code_is_denied(), reason="compiled code may not run here")
@@ -53,14 +54,24 @@ def on_host() -> OnHost:
         st.tuples(st.integers(1, 9), st.integers(-1, 1)).map(lambda at: 1024 * at[0] + 64 * at[1]),
     ),
     seed=st.integers(0, 99),
+    data=st.data(),
 )
 def test_the_kernels_hash_as_xxhash_does(
-    on_host: OnHost, count: int, nbytes: int, seed: int
+    on_host: OnHost, count: int, nbytes: int, seed: int, data: st.DataObject
 ) -> None:
     content = np.random.default_rng(seed).integers(0, 256, (count, nbytes), np.uint8)
     room = torch.empty(room_words(content.nbytes), dtype=torch.int64)
-    found = on_host(torch.from_numpy(content.view(np.int8)), room).numpy().view(np.uint64)
-    assert found.tolist() == [xxhash.xxh3_64_intdigest(row.data) for row in content]
+    rows = torch.from_numpy(content.view(np.int8))
+    expected = [xxhash.xxh3_64_intdigest(row.data) for row in content]
+    assert on_host(rows, room).numpy().view(np.uint64).tolist() == expected
+    sums = first_sums(count)
+    first = 0
+    while first < nbytes:  # parts of any length, as layers have
+        end = first + 64 * data.draw(st.integers(1, (nbytes - first) // 64))
+        part = rows[:, first:end].contiguous()
+        found = on_host(part, room, RowPart(first, nbytes, sums))
+        first = end
+    assert found.numpy().view(np.uint64).tolist() == expected
 
 
 @needs_code

@@ -12,7 +12,6 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from omni_connector.copy import layered
 from omni_connector.copy import threads as copy_threads
 from omni_connector.copy.host import CpuCopier
 from omni_connector.copy.layered import Forward, LayeredSave, LayerRanges, TracedCopier
@@ -201,11 +200,11 @@ def test_layers_that_tell_nothing_do_not_hold_up_those_of_other_groups(kv, make_
     saving.check(8)
 
 
-def test_a_save_that_is_cancelled_copies_no_more_of_its_layer(kv, make_copier, monkeypatch):
+def test_a_save_that_is_cancelled_copies_no_more_of_its_layer(kv, make_copier):
     """A layer of a long prompt takes long, and its blocks are wanted back."""
-    monkeypatch.setattr(layered, "_HASHED_BYTES", 1)  # one block a piece
     source = kv.build("LBHNC", 9, [[kv.Shape(2, 2, 4, 8)]], seed=1)
     saving = Saving(make_copier, source, source.clone())
+    saving.copier.layer_bytes = 1  # one block a piece
     cancelled = []
     saving.pieces = saving.copies.follow(lambda: bool(cancelled))
     saving.compute(saving.layers[0])
@@ -484,7 +483,7 @@ def test_a_layer_of_a_device_goes_to_pinned_slots_in_batches_of_its_own_size(kv)
     saving.check(3)
 
 
-def test_a_device_hashes_blocks_when_all_of_their_layers_are_there(kv):
+def test_a_device_hashes_layer_by_layer(kv):
     from omni_connector.copy.staged import StagedCopier
 
     stream = kv.HostStream(pins=True, hashes=True, moves=True)
@@ -511,6 +510,7 @@ def test_zeroed_blocks_are_traced() -> None:
     told: list[Any] = []
     inner: Any = SimpleNamespace(
         speed=1,
+        layer_bytes=1,
         pinned_at_once=0,
         zero=lambda group, ids, fence=None: told.append(len(ids)),
     )

@@ -52,7 +52,8 @@ def test_copies_by_layer_and_loads_beside_them_wait_for_what_they_copy_alone(sim
     assert save > 0.9
     assert load > 0.9
     assert by_layer < save  # its layers are there one by one
-    assert behind_ms < 3.0  # after a pass of 256 ms
+    # After a pass of 256 ms a layer is left, and to hash all of them would take as long as two.
+    assert behind_ms < 0.15
     assert beside > 0.99
 
 

@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import xxhash
 from hypothesis import strategies as st
 
 from omni_connector.copy.copier import BlockCopier, BlockCopy, Landed
 from omni_connector.copy.cuda import CudaStream
+from omni_connector.copy.device_hash import hashable
 from omni_connector.copy.host import CpuCopier
 from omni_connector.copy.staged import StagedCopier
-from omni_connector.copy.stream import Stream
+from omni_connector.copy.stream import RowPart, Stream
 from omni_connector.kv.canonical import CanonicalKVCaches, GroupSpec, LayerSpec, SlotLayout
 from omni_connector.kv.convert import PageRun
+from tests.kv.digests import Digests
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 PADDABLE = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
@@ -267,6 +268,7 @@ class HostStream(Stream):
         self._pins = pins
         self._moves = moves
         self._hashes = hashes
+        self._digests = Digests()
         self._marks = 0
         self.log: list[tuple[str, object]] = []
 
@@ -301,14 +303,20 @@ class HostStream(Stream):
         return torch.empty(nbytes, dtype=torch.int8)
 
     def can_hash(self, nbytes: int) -> bool:
-        return self._hashes
+        return self._hashes and hashable(nbytes)
 
     def prepare_hash(self, nbytes: int) -> None:
         pass
 
-    def hash(self, rows: torch.Tensor, *, there: object, sums: torch.Tensor) -> None:
-        found = [xxhash.xxh3_64_intdigest(row.data) for row in rows.numpy()]
-        sums.numpy().view(np.uint64)[:] = found
+    def hash(
+        self,
+        rows: torch.Tensor,
+        *,
+        there: object,
+        sums: torch.Tensor,
+        part: RowPart | None = None,
+    ) -> None:
+        self._digests.hash(rows, sums, part)
 
     def can_move(self, nbytes: int) -> bool:
         return self._moves and not nbytes % 16
@@ -419,14 +427,6 @@ class OnCuda(BlockCopier):
     def begin(self, groups: Sequence[int], slots: np.ndarray, count: int) -> np.ndarray | None:
         with self._there() as copier:
             return copier.begin(groups, slots, count)
-
-    def can_hash(self, group: int) -> bool:
-        with self._there() as copier:
-            return copier.can_hash(group)
-
-    def hash_blocks(self, group: int, block_ids: np.ndarray, *, fence: object) -> np.ndarray:
-        with self._there() as copier:
-            return copier.hash_blocks(group, block_ids, fence=copier.fence())
 
     def zero(self, group: int, block_ids: np.ndarray, *, fence: object = None) -> None:
         with self._there() as copier:

@@ -82,10 +82,6 @@ class HeldCopier:
     def zero(self, *args: Any, **kwargs: Any) -> None:
         self._inner.zero(*args, **kwargs)
 
-    def can_hash(self, group: int) -> bool:
-        can: bool = self._inner.can_hash(group)
-        return can
-
     def pin(self, slots: Any) -> int:
         code: int = self._inner.pin(slots)
         return code

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-/* Makes checksums of rows that lie one after the other, each of `bytes` bytes, a multiple of 64 and
- * more than 240: as xxh3.h says, by many threads at once.
+/* Makes checksums of rows that lie one after the other, each of `bytes` bytes, a multiple of 64: as
+ * xxh3.h says, by many threads at once.
+ *
+ * They may be parts of longer rows. Then `before` stripes of a part's first block were the end of the
+ * part before, and `more` says that another part follows.
  *
  * Of all that the sums take, only the scrambling of a block waits for the block before. So
  * `block_sums` adds up each block by itself, one thread for each of its eight sums; `row_sums` goes
@@ -44,34 +47,45 @@ static uint64_t scrambled(uint64_t sum, uint64_t key)
     return (sum ^ sum >> 47 ^ key) * PRIME32_1;
 }
 
-/* Blocks after which the sums are scrambled: the last one's never are. */
-static uint32_t whole_blocks(uint64_t bytes)
+/* Blocks after which the sums are scrambled: a row's last one's never are. */
+static uint32_t whole_blocks(uint64_t bytes, uint32_t before, uint32_t more)
 {
-    return (bytes - 1) / (STRIPE * BLOCK);
+    return (before + bytes / STRIPE - !more) / BLOCK;
 }
 
-KERNEL void block_sums(const uint64_t *rows, uint32_t count, uint64_t bytes, uint64_t *sums)
+KERNEL void block_sums(
+    const uint64_t *rows, uint32_t count, uint64_t bytes, uint32_t before, uint32_t more,
+    uint64_t *sums)
 {
-    uint32_t blocks = whole_blocks(bytes);
+    uint32_t blocks = whole_blocks(bytes, before, more);
     for (uint32_t i = first_index(); i < count * blocks * SUMS; i += index_step()) {
         uint32_t block = i / SUMS % blocks, row = i / SUMS / blocks;
-        const uint64_t *words = rows + row * (bytes / 8) + block * (uint64_t)(BLOCK * WORDS);
+        int64_t stripe = (int64_t)block * BLOCK - before;
+        const uint64_t *words = rows + row * (bytes / 8) + stripe * WORDS;
         uint64_t sum = 0;
+        if (block || !before) { // no load waits for another
 #pragma clang loop unroll(full)
-        for (uint32_t k = 0; k < BLOCK; k++)
-            sum += added(words + k * WORDS, i % SUMS, 8 * k);
+            for (uint32_t k = 0; k < BLOCK; k++)
+                sum += added(words + k * WORDS, i % SUMS, 8 * k);
+        } else {
+            for (uint32_t k = before; k < BLOCK; k++)
+                sum += added(words + k * WORDS, i % SUMS, 8 * k);
+        }
         sums[i] = sum;
     }
 }
 
+/* `begun` are the sums of the parts before; none if there are none. They may be the totals, too. */
 KERNEL void row_sums(
-    const uint64_t *rows, uint32_t count, uint64_t bytes, const uint64_t *sums, uint64_t *totals)
+    const uint64_t *rows, uint32_t count, uint64_t bytes, uint32_t before, uint32_t more,
+    const uint64_t *sums, const uint64_t *begun, uint64_t *totals)
 {
-    uint32_t blocks = whole_blocks(bytes);
+    uint32_t blocks = whole_blocks(bytes, before, more);
     for (uint32_t i = first_index(); i < count * SUMS; i += index_step()) {
         uint32_t at = i % SUMS, row = i / SUMS;
         const uint64_t *of_row = sums + (uint64_t)row * blocks * SUMS + at;
-        uint64_t total = FIRST_SUMS[at], key = secret(SCRAMBLE_SECRET + 8 * at);
+        uint64_t total = begun ? begun[i] : FIRST_SUMS[at];
+        uint64_t key = secret(SCRAMBLE_SECRET + 8 * at);
         uint32_t block = 0;
         if (blocks >= AHEAD) {
             uint64_t ahead[AHEAD];
@@ -92,14 +106,17 @@ KERNEL void row_sums(
         }
         for (; block < blocks; block++)
             total = scrambled(total + of_row[block * SUMS], key);
-        const uint64_t *words = rows + row * (bytes / 8);
-        uint32_t last = bytes / STRIPE - 1;
-        for (uint32_t stripe = blocks * BLOCK; stripe < last; stripe++)
-            total += added(words + stripe * (uint64_t)WORDS, at, 8 * (stripe % BLOCK));
-        totals[i] = total + added(words + last * (uint64_t)WORDS, at, LAST_SECRET);
+        const uint64_t *words = rows + row * (bytes / 8) - before * (int64_t)WORDS;
+        uint64_t stripe = blocks ? blocks * BLOCK : before, end = before + bytes / STRIPE;
+        for (; stripe < end - !more; stripe++)
+            total += added(words + stripe * WORDS, at, 8 * (stripe % BLOCK));
+        if (!more)
+            total += added(words + stripe * WORDS, at, LAST_SECRET);
+        totals[i] = total;
     }
 }
 
+/* `bytes` are those of a whole row. */
 KERNEL void merge_sums(const uint64_t *totals, uint32_t count, uint64_t bytes, uint64_t *hashes)
 {
     for (uint32_t i = first_index(); i < count; i += index_step()) {

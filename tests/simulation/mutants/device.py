@@ -126,10 +126,10 @@ DEVICE: Final = (
         (
             _STAGING,
             "        with call.direction.fills.active():\n"
-            "            block_ids, addresses = call.send(batch)\n"
+            "            sent = call.send(batch)\n"
             "            call.on_device.gather",
             "        if True:\n"
-            "            block_ids, addresses = call.send(batch)\n"
+            "            sent = call.send(batch)\n"
             "            call.on_device.gather",
         ),
     ),
@@ -248,8 +248,26 @@ DEVICE: Final = (
         ),
         (
             _STAGING,
-            "                    call.sums[batch.places] = sums.numpy().view(np.uint64)\n",
-            "                    call.sums[batch.places] = early.numpy().view(np.uint64)\n",
+            "                    call.take(batch, sums)\n",
+            "                    call.take(batch, early)\n",
+        ),
+    ),
+    mutant(
+        "device: each layer has a checksum of its own",
+        "a device begins anew with each layer of a slot, and the last one's checksum is published",
+        (
+            _STAGING,
+            "            states[:, :SUMS] = words\n",
+            "",
+        ),
+    ),
+    mutant(
+        "device: layers are hashed as whole slots",
+        "a device forgets that a row is a part of a slot",
+        (
+            _STAGING,
+            "        if states is not None:  # the rows of a copy are equally far\n",
+            "        if False:\n",
         ),
     ),
     mutant(

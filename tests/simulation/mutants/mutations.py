@@ -118,8 +118,8 @@ OWN: Final = (
         "where machine code makes no checksums, that of a slot omits what was copied first",
         (
             "omni_connector.copy.layered",
-            "        elif checksum:\n            for place, slot",
-            "        elif checksum and layer_range.first:\n            for place, slot",
+            "        elif self._checksum:\n            for place, slot",
+            "        elif self._checksum and layer_range.first:\n            for place, slot",
         ),
     ),
     mutant(

@@ -19,14 +19,15 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.copy.copier import BlockCopy
+from omni_connector.copy.device_hash import hashable
 from omni_connector.copy.pinning import CAPTURING
 from omni_connector.copy.staged import StagedCopier
-from omni_connector.copy.stream import Stream
+from omni_connector.copy.stream import RowPart, Stream
 from omni_connector.kv.segments import reserved_of
+from tests.kv.digests import Digests
 from tests.simulation.surroundings.world import (
     NEVER,
     Actor,
@@ -278,6 +279,7 @@ class SimulatedStream(Stream):
         self._device = device
         self._queue = queue
         self._hashing = device.queue()
+        self._digests = Digests()
         self._entered = 0
         self._closed = False
         self._waits_in: set[str] = set()  # which copies have waited for a fence
@@ -389,22 +391,25 @@ class SimulatedStream(Stream):
         return self._device.allocate(nbytes)
 
     def can_hash(self, nbytes: int) -> bool:
-        return self._hashes
+        return self._hashes and hashable(nbytes)
 
     def prepare_hash(self, nbytes: int) -> None:
         self._device.allocate(0)
 
-    def hash(self, rows: torch.Tensor, *, there: object, sums: torch.Tensor) -> None:
+    def hash(
+        self,
+        rows: torch.Tensor,
+        *,
+        there: object,
+        sums: torch.Tensor,
+        part: RowPart | None = None,
+    ) -> None:
         assert isinstance(there, tuple)
         self._require()
         sums.fill_(_POISON)
 
-        def work() -> None:
-            found = [xxhash.xxh3_64_intdigest(row.data) for row in rows.numpy()]
-            sums.copy_(torch.from_numpy(np.array(found, np.uint64).view(np.int64)))
-
         self._hashing.wait(there[0])
-        self._device.launch(self._hashing, work)
+        self._device.launch(self._hashing, partial(self._digests.hash, rows, sums, part))
 
     def can_move(self, nbytes: int) -> bool:
         return self._moves and not nbytes % 16
