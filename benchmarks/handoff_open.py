@@ -22,7 +22,7 @@ from machine import machine
 from vllm.v1.core.block_pool import BlockPool
 
 from omni_connector.handoff.leases import Handoff, SlotDirectory
-from omni_connector.handoff.prompt import Prompt
+from omni_connector.handoff.prompt import Prompt, PromptRules
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
@@ -64,6 +64,9 @@ def sender(directory: SlotDirectory) -> HandoffSender:
     )
     ledger: Any = None  # no copy is made
     return HandoffSender(
+        rules=PromptRules(lambda *_: None),
+        alone=True,
+        ended=lambda: False,
         directory=directory,
         ledger=ledger,
         compatibility=compatibility,

@@ -183,6 +183,11 @@ def twins(half: "OmniScheduler") -> "list[list[Handoff]]":
     return [] if found is None else [list(each.values()) for each in found._twins.values()]
 
 
+def sender(half: "OmniScheduler") -> Any:
+    """Return what hands prompts off; None on an engine that hands none off."""
+    return next((each for each in half._products if hasattr(each, "waiting")), None)
+
+
 def sends(half: "OmniScheduler") -> dict[str, Any]:
     """Return what a prefill engine knows of the requests that it hands off, by request id."""
     return {each: state.send for each, state in half._states.items() if state.send is not None}
@@ -190,7 +195,7 @@ def sends(half: "OmniScheduler") -> dict[str, Any]:
 
 def first_waiting(half: "OmniScheduler") -> Any:
     """Return what a prefill engine knows of the first request that waits for room; None: nobody."""
-    return None if half._sender is None else next(iter(half._sender.waiting), None)
+    return None if sender(half) is None else next(iter(sender(half).waiting), None)
 
 
 def fetches(half: "OmniScheduler") -> dict[str, Any]:
@@ -205,24 +210,24 @@ def hear_refusals(half: "OmniScheduler", heard: Callable[[str, str], object]) ->
     """From now on be told of each hand-off that an engine refuses or gives up, or whose load fails:
     the request's id and the kind of failure; and with "" as the kind of each lease that ends. Where
     leases were too old each time that they could be used, the kind is `TOO_LATE`."""
-    sender, receiver = half._sender, half._receiver
-    if sender is not None:
-        refuse = sender._refuse
+    sends, fetches = sender(half), receiver(half)
+    if sends is not None:
+        refuse = sends._refuse
 
         def refused(send: Any, reason: str, text: str) -> None:
             heard(send.request.request_id, reason)
             refuse(send, reason, text)
 
-        sender._refuse = refused  # type: ignore[method-assign]
-    if receiver is not None:
-        give_up, job_ended, release = receiver._give_up, receiver._job_ended, receiver._release
+        sends._refuse = refused
+    if fetches is not None:
+        give_up, job_ended, release = fetches._give_up, fetches._job_ended, fetches._release
 
         def released(load: Any) -> None:
             if load.lease is not None:
                 heard(load.request.request_id, "")
             release(load)
 
-        receiver._release = released  # type: ignore[method-assign]
+        fetches._release = released
 
         def given_up(load: Any, kind: str, text: str) -> None:
             heard(load.request.request_id, TOO_LATE if "too late to be used" in text else kind)
@@ -233,8 +238,8 @@ def hear_refusals(half: "OmniScheduler", heard: Callable[[str, str], object]) ->
                 heard(load.request.request_id, str(failure))
             job_ended(load, num_tokens, failure)
 
-        receiver._give_up = given_up  # type: ignore[method-assign]
-        receiver._job_ended = ended  # type: ignore[method-assign]
+        fetches._give_up = given_up
+        fetches._job_ended = ended
 
 
 def refuse_handoffs(
@@ -242,42 +247,42 @@ def refuse_handoffs(
 ) -> None:
     """Have a decode engine refuse hand-offs as of short prompts where `refuses` says so, however
     long they are; `told` is called with the id of each request."""
-    receiver = half._receiver
-    if receiver is None:
+    fetches = receiver(half)
+    if fetches is None:
         return
-    fetch, is_short = half._fetch, receiver.is_short
+    take, is_short = fetches._take, fetches.is_short
     decided: dict[bytes, int] = {}  # requests of one hand-off are equally long
 
-    def fetched(receiver: Any, state: Any, *rest: Any) -> None:
+    def taken(state: Any, *rest: Any) -> None:
         def asked(*args: Any) -> bool:
             token = args[0].token
             if token not in decided:
                 decided[token] = sys.maxsize if refuses() else 0
-            receiver._min_tokens = decided[token]
+            fetches._min_tokens = decided[token]
             if not is_short(*args):
                 return False
             told(state.request.request_id)
             return True
 
-        receiver.is_short = asked
-        fetch(receiver, state, *rest)
+        fetches.is_short = asked
+        take(state, *rest)
 
-    half._fetch = fetched  # type: ignore[method-assign,assignment]
+    fetches._take = taken
 
 
 def watch_loads(half: "OmniScheduler", ends: "Callable[[Any, str | None], object]") -> None:
     """Have a decode engine tell of each hand-off whose load ends, with the kind of failure, before
     its lease is released."""
-    receiver = half._receiver
-    if receiver is None:
+    fetches = receiver(half)
+    if fetches is None:
         return
-    ended = receiver._job_ended
+    ended = fetches._job_ended
 
     def tell(load: Any, num_tokens: int, failure: str | None) -> None:
         ends(load, failure)
         ended(load, num_tokens, failure)
 
-    receiver._job_ended = tell  # type: ignore[method-assign]
+    fetches._job_ended = tell
 
 
 def shares(half: "OmniScheduler") -> bool:
@@ -588,8 +593,8 @@ def begin_epoch(half: "OmniScheduler") -> None:
 
 
 def receiver(half: "OmniScheduler") -> Any:
-    """Return what fetches hand-offs."""
-    return half._receiver
+    """Return what fetches hand-offs; None on an engine that fetches none."""
+    return next((each for each in half._products if hasattr(each, "is_short")), None)
 
 
 def periodic_tasks(half: "OmniScheduler") -> Any:

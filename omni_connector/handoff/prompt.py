@@ -7,13 +7,41 @@ engine sends the digest of its prompt, and the directory of the prefill engine c
 
 import hashlib
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from omni_connector.handoff.messages import DigestKind
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRules:
+    """How an engine tells prompts from each other, and which part of one it hands off.
+
+    Attributes:
+        prompt_of: makes the prompt of a request's first tokens: of the request, their number, the
+            digest of its adapter, and `tokens_ahead`. It returns None where tokens are not known
+            that its KV depends on.
+        tokens_ahead: tokens after a position that its KV depends on.
+        stops_early: whether a prefill must end where the decode begins, as a cache group keeps its
+            last tokens only.
+        state_block: tokens of a block at whose end a state is kept; 0 where none is.
+    """
+
+    prompt_of: "Callable[[Any, int, str, int], Prompt | None]"
+    tokens_ahead: int = 0
+    stops_early: bool = False
+    state_block: int = 0
+
+    @property
+    def tokens_left(self) -> int:
+        """Last tokens of a prompt that are left to the decode engine. vLLM computes the very last
+        one there in any case, for its logits."""
+        return max(1, self.tokens_ahead)
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):

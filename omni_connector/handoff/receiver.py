@@ -9,17 +9,15 @@ request as `kv_load_failure_policy` says.
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from omni_connector.copy.held_blocks import (
     CANCELLED,
     CopyLedger,
-    CopyWork,
     EngineRequest,
     RequestBlocks,
 )
@@ -33,15 +31,22 @@ from omni_connector.handoff.params import (
     parse_remote_prefill,
     wants_remote_kv,
 )
-from omni_connector.handoff.prompt import Prompt
+from omni_connector.handoff.parts import Fetch
+from omni_connector.handoff.prompt import Prompt, PromptRules
 from omni_connector.handoff.server import OTHER_WEIGHTS
+from omni_connector.handoff.truncation import NO_TOKENS, computes_all, goes_on_after
 from omni_connector.identity.epochs import WeightsName
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
+from omni_connector.requests.phases import Phase
+from omni_connector.requests.product import BlocksOf, Product, Step
 from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.stats import LEASE_EXPIRED
+
+if TYPE_CHECKING:
+    from omni_connector.requests.state import RequestState
 
 logger = logging.getLogger("vllm.omni_connector.receiver")
 
@@ -66,6 +71,9 @@ _KINDS: Final[dict[type[Exception], str]] = {
     ProtocolError: "malformed_answer",
 }
 
+_STATE_BOUNDARY: Final = "a block with a state ends within the last tokens, before which vLLM stops"
+_COMPUTES_ALL: Final = "the request has its whole prompt computed"
+
 # No load starts when a lease is this close to its end: in seconds, or as a part of a short lease.
 _LEASE_MARGIN_S: Final = 1.0
 _LEASE_MARGIN: Final = 0.25
@@ -81,39 +89,12 @@ _FRESH_S: Final = 0.5
 _SLOW_ANSWERS: Final = 10
 
 
-@dataclass(slots=True, eq=False)
-class Fetch:
-    """A request's KV at the engine that has computed its prompt: the lease on it, and its load."""
-
-    request: EngineRequest
-    prompt: Prompt
-    remote: RemotePrefill
-    address: str
-    asked_at: float
-    answer_by: float = 0.0
-    idle_before: float = 0.0  # what `_idle_time` was when the lease request was sent
-    # What `_idle_time` was when its lease was found to be old for the first time. Until then it may
-    # have waited for something else, such as room in the own arena.
-    idle_at_first: float | None = None
-    future: "Future[Lease] | None" = None
-    lease: Lease | None = None
-    slow_answers: int = 0  # in succession
-    former: Lease | None = None  # an old lease, held until a new one has come
-    job_id: int | None = None
-    ended: bool = False
-    void: bool = False  # its KV is of weights that the engine no longer has
-    incomplete: set[int] = field(default_factory=set)  # see `HandoffReceiver.incomplete`
-
-    @property
-    def waits(self) -> bool:
-        """Whether its load has neither begun nor been given up."""
-        return not self.ended and self.job_id is None
-
-
-class HandoffReceiver:
+class HandoffReceiver(Product):
     """Fetches the KV of prompts that were prefilled elsewhere.
 
     Args:
+        rules: which part of a prompt is fetched.
+        fails_by_block: whether vLLM computes single blocks anew whose load has failed.
         channel, ledger: reaches prefill engines; starts copy jobs.
         address_of: returns the control address of the engine that the params name.
         compatibility: this engine's compatibility key.
@@ -130,9 +111,14 @@ class HandoffReceiver:
             if vLLM found the block by its hash. All values are None.
     """
 
+    waits_in = Phase.LEASE
+    brings_all = True
+
     def __init__(
         self,
         *,
+        rules: PromptRules,
+        fails_by_block: bool = True,
         channel: ControlChannel,
         ledger: CopyLedger,
         address_of: Callable[[RemotePrefill], str],
@@ -145,6 +131,8 @@ class HandoffReceiver:
         context: EngineContext,
     ) -> None:
         self.incomplete: dict[Fetch, None] = {}
+        self._rules = rules
+        self._fails_by_block = fails_by_block
         self._channel = channel
         self._ledger = ledger
         self._address_of = address_of
@@ -156,6 +144,7 @@ class HandoffReceiver:
         self._min_tokens = min_tokens
         self._clock = context.clock
         self._stats = context.stats
+        self._trace = context.trace
         self._queued: dict[int, LoadSpec] = {}
         self._failed: list[EngineRequest] = []
         self._void: list[EngineRequest] = []
@@ -164,6 +153,55 @@ class HandoffReceiver:
         self._idle_since: float | None = context.clock()
         # Engines without a drafter that the log has told of.
         self._without_drafter: BoundedMap[str, None] = BoundedMap(MAX_PEERS)
+
+    def arrives(self, state: "RequestState", adapter: str) -> None:
+        params = state.request.kv_transfer_params or {}
+        if not wants_remote_kv(params):
+            return
+        try:
+            self._take(state, params, adapter)
+        except BadParamsError as error:
+            self._stats.fail(error.reason)
+            logger.warning(
+                "Request %s computes its prompt here: kv_transfer_params not used (%s: %s)",
+                state.request.request_id,
+                error.reason,
+                error,
+            )
+
+    def _take(self, state: "RequestState", params: Mapping[str, Any], adapter: str) -> None:
+        request, rules = state.request, self._rules
+        remote = parse_remote_prefill(params)
+        if (refusal := state.refusals.fetch) is not None:
+            self._stats.fail(refusal)
+            self.reject(remote)  # the prefill engine need not keep it
+            return
+        if (reason := computes_all(request)) is not None:
+            self.reject(remote)
+            raise BadParamsError(reason, _COMPUTES_ALL)
+        # What the KV there depends on, whether or not this engine has the same drafter.
+        ahead = remote.omni_tokens_ahead
+        ahead = rules.tokens_ahead if ahead is None else ahead
+        num_tokens = max(0, request.num_prompt_tokens - max(1, ahead))
+        if not goes_on_after(
+            num_tokens,
+            request.num_prompt_tokens,
+            ahead=rules.tokens_ahead,
+            state_block=rules.state_block,
+        ):
+            self.reject(remote)
+            raise BadParamsError("state_boundary", _STATE_BOUNDARY)
+        prompt = rules.prompt_of(request, num_tokens, adapter, ahead)
+        if prompt is None:
+            self.reject(remote)
+            raise BadParamsError("prompt_embeds", NO_TOKENS)
+        if prompt.num_tokens == 0:
+            # No prompt of one token is handed off. vLLM puts one in the place of a prompt that its
+            # server has refused.
+            self.reject(remote)
+        elif not self.is_short(remote, prompt.num_tokens):
+            state.fetch = self.add(request, remote, prompt)
+            state.enter(Phase.LEASE, self._trace)
 
     def is_short(self, remote: RemotePrefill, num_tokens: int) -> bool:
         """Whether a request that arrives is computed here, as it has fewer tokens than
@@ -197,11 +235,14 @@ class HandoffReceiver:
         """A request was refused before it reached this engine: nobody will ask for its hand-off."""
         self._channel.drop(self._address_of(remote), remote.token)
 
-    def decline(self, params: Mapping[str, Any]) -> None:
-        """A request's KV elsewhere, if its params name any, cannot be told from other KV here."""
+    def declines(self, state: "RequestState", reason: str) -> None:
+        params = state.request.kv_transfer_params or {}
         if wants_remote_kv(params):
             with contextlib.suppress(BadParamsError):  # then nobody knows of it
                 self.reject(parse_remote_prefill(params))
+
+    def offer(self, state: "RequestState", num_computed: int) -> int | None:
+        return 0 if state.fetch is None else self.matched_tokens(state.fetch, num_computed)
 
     def matched_tokens(self, load: Fetch, num_computed: int) -> int | None:
         """Tokens that can be loaded beyond `num_computed`; None while a lease is asked for."""
@@ -311,7 +352,14 @@ class HandoffReceiver:
                 self._channel.release(lease)
         load.lease = load.former = None
 
-    def allocated(self, load: Fetch, blocks: RequestBlocks, num_external: int) -> bool:
+    def allocated(self, state: "RequestState", blocks: RequestBlocks, num_tokens: int) -> bool:
+        load, offer = state.fetch, state.offer
+        if load is None:
+            return False
+        taken = offer is not None and offer.whose is self
+        return self.load(load, blocks, num_tokens if taken else 0)
+
+    def load(self, load: Fetch, blocks: RequestBlocks, num_external: int) -> bool:
         """vLLM has allocated blocks for `num_external` tokens of a hand-off; 0: it wants none.
 
         Returns:
@@ -404,21 +452,16 @@ class HandoffReceiver:
             load.incomplete |= noted
             self.incomplete[load] = None
 
-    def build(self, meta: CopyWork, *, computes: bool) -> None:
-        """Add this step's loads to `meta`.
-
-        Args:
-            computes: whether this step, or an earlier one under way, computes anything.
-        """
-        if computes and self._idle_since is not None:
+    def step(self, step: Step) -> None:
+        if step.busy and self._idle_since is not None:
             self._idle = self._idle_time()
             self._idle_since = None
         if self._queued:
-            meta.loads |= self._queued
+            step.work.loads |= self._queued
             self._queued.clear()
 
     def step_ended(self) -> None:
-        """The engine has ended a step, and computes nothing until the next."""
+        # The engine computes nothing until the next.
         if self._idle_since is None:
             self._idle_since = self._clock()
 
@@ -444,32 +487,22 @@ class HandoffReceiver:
             self._stats.fail(failure)
         self._failed.append(load.request)
 
-    def refuse(self, load: Fetch, reason: str, text: str) -> None:
-        """Load nothing for a request after all."""
-        if load.waits:
-            load.ended = True
+    def takes_nothing(self, state: "RequestState", reason: str, text: str) -> None:
+        load = state.fetch
+        if load is None or not load.waits:
+            return
+        load.ended = True
+        if load.lease is not None or load.future is not None:
             self._give_up(load, reason, text)
 
-    def suspend(self, loads: Iterable[Fetch]) -> None:
-        """The engine's weights may have changed: what is being loaded now is not used, as it would
-        come before that is known.
-
-        Args:
-            loads: of all requests that have not ended.
-        """
-        for load in loads:
+    def suspend(self, states: Iterable["RequestState"]) -> None:
+        # It would come before it is known whether they have.
+        for load in _fetches(states):
             if load.job_id is not None:
                 load.void = True
 
-    def void(self, loads: Iterable[Fetch]) -> None:
-        """The engine's weights have changed: void all lease requests, leases and loads.
-
-        Their KV is of the former weights. This engine computes the prompts.
-
-        Args:
-            loads: of all requests that have not ended.
-        """
-        for load in loads:
+    def void(self, states: Iterable["RequestState"]) -> None:
+        for load in _fetches(states):
             if load.ended or load.void:
                 continue
             load.void = True
@@ -477,20 +510,28 @@ class HandoffReceiver:
                 load.ended = True
                 self._give_up(load, "weights_changed", "the engine has other weights now")
 
-    def take_void(self) -> list[Any]:
-        """vLLM's requests whose loads have ended since the last call, but are void."""
-        void, self._void = self._void, []
-        return void
+    def failed_loads(self, told: Container[str]) -> Iterable[tuple[Any, bool]]:
+        # KV has come, but of other weights than it would be read with; and late loads, of which the
+        # workers do not tell vLLM, so that its policy ends no request for them.
+        ended = [(each, False) for each in (*self._void, *self._late)]
+        # Runners before vLLM 0.30 do not pass on which loads have failed as a whole.
+        for request in self._failed:
+            learns = self._fails_by_block or request.request_id in told
+            if not learns:
+                logger.warning(
+                    "Request %s computes its prompt here: its load failed, and the model "
+                    "runner does not pass on failed loads",
+                    request.request_id,
+                )
+            ended.append((request, learns))
+        self._void, self._late, self._failed = [], [], []
+        return ended
 
-    def take_late(self) -> list[Any]:
-        """vLLM's requests whose leases have ended since the last call, before all was loaded."""
-        late, self._late = self._late, []
-        return late
-
-    def take_failed(self) -> list[Any]:
-        """vLLM's requests whose loads have failed since the last call."""
-        failed, self._failed = self._failed, []
-        return failed
+    def ends(self, state: "RequestState", blocks_of: BlocksOf | None) -> None:
+        if not state.begun:
+            self.declines(state, "")  # nothing was asked for yet
+        if state.fetch is not None:
+            self.finish(state.fetch)
 
     def finish(self, load: Fetch) -> None:
         """The request is over, maybe before its KV came: end its lease, or stop its load."""
@@ -499,6 +540,10 @@ class HandoffReceiver:
             self._release(load)
         else:
             self._ledger.revoke([load.job_id])
+
+
+def _fetches(states: Iterable["RequestState"]) -> Iterator[Fetch]:
+    return (each.fetch for each in states if each.fetch is not None)
 
 
 def _written(group: GroupShape, start: int, end: int) -> range:

@@ -9,10 +9,10 @@ happens to the request; then vLLM may free them. So no copy is made twice.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 
 from omni_connector.arena.slot_index import SlotKey
@@ -20,23 +20,35 @@ from omni_connector.copy.held_blocks import (
     CANCELLED,
     Block,
     CopyLedger,
-    CopyWork,
     EngineBlock,
     EngineRequest,
-    EngineStep,
-    RequestBlocks,
 )
 from omni_connector.copy.jobs import SaveSpec
 from omni_connector.errors import ArenaFullError
 from omni_connector.handoff.leases import Handoff, SlotDirectory
-from omni_connector.handoff.params import handoff_answer, no_handoff_answer
-from omni_connector.handoff.prompt import Prompt
+from omni_connector.handoff.params import handoff_answer, no_handoff_answer, wants_handoff
+from omni_connector.handoff.parts import Send
+from omni_connector.handoff.prompt import Prompt, PromptRules
+from omni_connector.handoff.serving import UNSERVED
+from omni_connector.handoff.truncation import (
+    NO_TOKENS,
+    TRUNCATED,
+    cut,
+    may_be_cut,
+    truncate,
+    truncation_refusal,
+)
 from omni_connector.kv.block_names import block_names, names_with_adapter
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.net.peers import HostPort
+from omni_connector.requests.phases import Phase
+from omni_connector.requests.product import BlocksOf, Product, Step
 from omni_connector.runtime.context import EngineContext
+
+if TYPE_CHECKING:
+    from omni_connector.requests.state import RequestState
 
 logger = logging.getLogger("vllm.omni_connector.sender")
 
@@ -46,26 +58,16 @@ _FINISHED_WELL: Final = frozenset(
 )
 
 
-@dataclass(slots=True, eq=False)
-class Send:
-    """A request's hand-off: its prompt, its slots once it has some, and the copies to them."""
-
-    request: EngineRequest
-    prompt: Prompt
-    first_blocks: list[int]
-    keys: list[list[SlotKey | None]]
-    copied: list[int]  # for each group the first block that is yet to be copied
-    block_ids: set[int] = field(default_factory=set)  # that the copied blocks were read from
-    wait_until: float | None = None
-    handoff: Handoff | None = None
-    refusal: str | None = None
-    jobs: dict[int, list[Block]] = field(default_factory=dict)
+_NO_PROMPT: Final = Prompt(token_ids=(), num_tokens=0)
 
 
-class HandoffSender:
+class HandoffSender(Product):
     """Hands finished prefills off.
 
     Args:
+        rules: which part of a prompt is handed off.
+        alone: whether no other connector beside this one sees the requests.
+        ended: whether the control channel has ended: nobody can ask for a hand-off then.
         directory, ledger: keeps the slots; starts copy jobs.
         compatibility: this engine's compatibility key.
         group_ids: index of each transferred group among vLLM's groups. Below, a group is a slot
@@ -82,9 +84,14 @@ class HandoffSender:
         admitted: what has slots. All values are None.
     """
 
+    waits_in = Phase.QUEUED
+
     def __init__(
         self,
         *,
+        rules: PromptRules,
+        alone: bool,
+        ended: Callable[[], bool],
         directory: SlotDirectory,
         ledger: CopyLedger,
         compatibility: CompatibilityKey,
@@ -97,6 +104,9 @@ class HandoffSender:
         on_complete: Callable[[], None],
         weights_known: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._rules = rules
+        self._alone = alone
+        self._ended = ended
         self._weights_known = weights_known
         self._unsettled: list[tuple[Handoff, list[Block]]] = []  # copied while they were not known
         self._directory = directory
@@ -112,6 +122,7 @@ class HandoffSender:
         self._arena_wait = arena_wait
         self._clock = context.clock
         self._stats = context.stats
+        self._trace = context.trace
         self._on_complete = on_complete
         self.admitted: dict[Send, None] = {}
         self._copying: dict[int, Send] = {}  # by job, also for requests that are over
@@ -119,6 +130,57 @@ class HandoffSender:
         self.waiting: OrderedDict[Send, None] = OrderedDict()
         # The pool's count of releases when the first of them found no room.
         self._tried: int | None = None
+
+    def declines(self, state: "RequestState", reason: str) -> None:
+        if wants_handoff(state.request.kv_transfer_params or {}):
+            state.send = self.add(state.request, _NO_PROMPT, reason)
+
+    def arrives(self, state: "RequestState", adapter: str) -> None:
+        params = state.request.kv_transfer_params or {}
+        if not wants_handoff(params):
+            return
+        state.send = self._take(state.request, params, adapter, state.refusals.offer)
+        if state.send.refusal is None:
+            state.enter(Phase.QUEUED, self._trace)
+
+    def _take(
+        self, request: Any, params: Mapping[str, Any], adapter: str, refusal: str | None
+    ) -> Send:
+        rules = self._rules
+        # A connector beside this one has truncated it, and lets it answer one token.
+        truncated = params.get(TRUNCATED) is True and request.max_tokens == 1
+        num_tokens = request.num_prompt_tokens - (0 if truncated else rules.tokens_left)
+        num_tokens = max(0, num_tokens)
+        prompt = rules.prompt_of(request, num_tokens, adapter, rules.tokens_ahead)
+        if prompt is None:
+            self._stats.fail("prompt_embeds")
+            logger.warning(
+                "Request %s is not handed off (prompt_embeds: %s)", request.request_id, NO_TOKENS
+            )
+            return self.add(request, _NO_PROMPT, "prompt_embeds")
+        if num_tokens < 1:
+            return self.add(request, prompt, "nothing_to_hand_off")
+        if refusal is not None:
+            if self._alone and may_be_cut(request):
+                cut(request)
+        elif self._ended():
+            refusal = "control_ended"
+        if refusal is None and request.resumable:
+            refusal = "resumable"  # it goes on writing, and a state is overwritten in place
+        elif refusal is None and truncated and rules.tokens_ahead:
+            refusal = "truncated_elsewhere"  # the drafter's KV depends on the missing token
+        elif refusal is None and rules.stops_early and not truncated:
+            refusal = truncation_refusal(request, num_tokens)
+            if refusal is None:
+                truncate(request, params, rules.tokens_left, drafts=rules.tokens_ahead > 0)
+                # MTP of several modules reads beyond the token that it is answered with.
+                read_beyond = max(0, rules.tokens_ahead - 1)
+                prompt = msgspec.structs.replace(prompt, named_tokens=num_tokens - read_beyond)
+        if refusal is not None:
+            self._stats.fail(refusal)
+            if refusal not in UNSERVED:  # of which the log says so once
+                logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)
+        return self.add(request, prompt, refusal)
 
     def add(self, request: EngineRequest, prompt: Prompt, refusal: str | None = None) -> Send:
         """A request that asks for a hand-off has arrived.
@@ -131,6 +193,9 @@ class HandoffSender:
         keys = [_keys(group, prompt) for group in self._groups]
         return Send(request, prompt, first_blocks, keys, copied=list(first_blocks), refusal=refusal)
 
+    def offer(self, state: "RequestState", num_computed: int) -> int | None:
+        return 0 if state.send is None or self.may_schedule(state.send) else None
+
     def may_schedule(self, send: Send) -> bool:
         """False while the request must wait for room in the arena."""
         if send.handoff is not None or send.refusal is not None:
@@ -138,15 +203,18 @@ class HandoffSender:
         if send.wait_until is None:
             send.wait_until = self._clock() + self._arena_wait
             self.waiting[send] = None
+            send.waits = True
         self.admit()
-        return send not in self.waiting
+        return not send.waits
 
     def admit(self) -> None:
         """Give room to the waiting requests in their order, so that smaller ones cannot overtake a
         large one for ever. Only the first is tried, and only when slots were released."""
         while self.waiting:
             send = next(iter(self.waiting))
-            if self._tried != self._pool.releases:
+            if self._ended():
+                self._refuse(send, "control_ended", "the control channel has ended")
+            elif self._tried != self._pool.releases:
                 self._tried = self._pool.releases
                 try:
                     send.handoff = self._directory.open(send.prompt, send.keys, send.first_blocks)
@@ -159,24 +227,17 @@ class HandoffSender:
                     return
                 text = f"no room in the arena for {self._arena_wait:g} s"
                 self._refuse(send, "arena_full", text)
-            del self.waiting[send]
-            self._tried = None
+            self._waits_no_more(send)
 
     def _refuse(self, send: Send, reason: str, text: str) -> None:
         send.refusal = reason
         self._stats.fail(reason)
         logger.warning("Request %s is not handed off: %s", send.request.request_id, text)
 
-    def build(
-        self,
-        meta: CopyWork,
-        scheduler_output: EngineStep,
-        blocks_of: Callable[[str], RequestBlocks],
-    ) -> None:
-        """Add this step's copies to `meta`."""
+    def step(self, step: Step) -> None:
         if self.waiting:
             self.admit()
-        scheduled = scheduler_output.num_scheduled_tokens
+        scheduled = step.output.num_scheduled_tokens
         for send in self.admitted:  # fewer than those that decode
             request_id = send.request.request_id
             tokens = scheduled.get(request_id)
@@ -184,7 +245,12 @@ class HandoffSender:
                 continue
             ready = self._filled_blocks(send, send.request.num_computed_tokens + tokens)
             if ready:
-                meta.saves |= self._start(send, send.handoff, ready, blocks_of(request_id))
+                blocks = step.blocks_of(request_id)
+                step.work.saves |= self._start(send, send.handoff, ready, blocks)
+
+    def step_ended(self) -> None:
+        if self.waiting:
+            self.admit()
 
     def _filled_blocks(self, send: Send, computed: int) -> list[Block]:
         """Blocks that this step fills and that no job copies yet."""
@@ -202,14 +268,18 @@ class HandoffSender:
         return filled
 
     def _start(
-        self, send: Send, handoff: Handoff, filled: list[Block], blocks: RequestBlocks
+        self,
+        send: Send,
+        handoff: Handoff,
+        filled: list[Block],
+        blocks: Sequence[Sequence[EngineBlock]],
     ) -> dict[int, SaveSpec]:
         """Start the job that copies these blocks, unless other hand-offs have them copied."""
         chosen = self._directory.copying(handoff, filled)
         if chosen is None:  # its peer has released it, or it has expired, or it is void
             self._abandon(send)
             return {}
-        tables = [blocks.blocks[group_id] for group_id in self._group_ids]
+        tables = [blocks[group_id] for group_id in self._group_ids]
         if any(i >= len(tables[g]) or tables[g][i].is_null for g, i in filled):
             self._directory.unfilled(handoff, chosen)
             self._refuse(send, "not_computed", "vLLM has freed blocks that the next token reads")
@@ -259,27 +329,19 @@ class HandoffSender:
             self._abandon(send)
         self._on_complete()
 
-    @property
     def unsettled(self) -> bool:
-        """Whether hand-offs wait until the engine's weights are known."""
         return bool(self._unsettled)
 
     def settle(self) -> None:
-        """The engine's weights are known to be the same: what was copied meanwhile can be
-        leased."""
+        # What was copied meanwhile can be leased.
         for handoff, blocks in self._unsettled:
             self._directory.filled(handoff, blocks)
         self._unsettled.clear()
         self._on_complete()
 
-    def void(self) -> tuple[list[int], list[int]]:
-        """The engine's weights have changed: void all that was copied. Requests that vLLM computes
-        anew from their first token are copied anew.
-
-        Returns:
-            What `SlotDirectory.void` does.
-        """
-        voided = self._directory.void()
+    def void(self, states: Iterable["RequestState"]) -> None:
+        # `SlotDirectory.void` was called. Requests that vLLM computes anew from their first token
+        # are copied anew.
         for handoff, blocks in self._unsettled:
             self._directory.unfilled(handoff, blocks)
         self._unsettled.clear()
@@ -295,7 +357,10 @@ class HandoffSender:
             del self.admitted[send]
             send.copied = list(send.first_blocks)
         self._on_complete()
-        return voided
+
+    def gives_nothing(self, state: "RequestState", reason: str, text: str) -> None:
+        if state.send is not None:
+            self.refuse(state.send, reason, text)
 
     def refuse(self, send: Send, reason: str, text: str) -> None:
         """Do not hand a request off after all."""
@@ -306,21 +371,16 @@ class HandoffSender:
         self._abandon(send)
 
     def _waits_no_more(self, send: Send) -> None:
-        if send in self.waiting:
+        if send.waits:
+            send.waits = False
             del self.waiting[send]
             self._tried = None
 
-    def blocks_void(self, block_ids: set[int], spoiled: Container[str]) -> None:
-        """These KV blocks hold what no model has computed, and vLLM computes them anew. Copies of
-        them must not be handed off, nor may hand-offs of the same prompt that share the slots.
-
-        Args:
-            spoiled: requests that go on with some of them.
-        """
+    def blocks_void(self, block_ids: Set[int]) -> None:
+        # Copies of them must not be handed off, nor may hand-offs of the same prompt that share the
+        # slots.
         for send in self.admitted:
-            if send.refusal is None and (
-                send.request.request_id in spoiled or not send.block_ids.isdisjoint(block_ids)
-            ):
+            if send.refusal is None and not send.block_ids.isdisjoint(block_ids):
                 self._refuse(send, "load_failed", "a load of another connector has failed")
         for job_id, send in self._copying.items():
             if send.block_ids.isdisjoint(block_ids):
@@ -337,6 +397,9 @@ class HandoffSender:
             for job_id, blocks in send.jobs.items():
                 if not self._directory.wanted(send.handoff, blocks):
                     self._ledger.revoke([job_id])
+
+    def ends(self, state: "RequestState", blocks_of: BlocksOf | None) -> dict[str, Any] | None:
+        return None if state.send is None else self.finish(state.send)
 
     def finish(self, send: Send) -> dict[str, Any] | None:
         """The request is over; returns the answer for the router, None where there is none."""

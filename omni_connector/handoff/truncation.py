@@ -17,6 +17,10 @@ TRUNCATED: Final = "_p_side_truncated"
 """NixlConnector's mark of a prompt that it has shortened: of two connectors only one may do so."""
 
 
+NO_TOKENS: Final = "its prompt is given as embeddings, and the drafter reads tokens"
+"""What the log says of a prompt that cannot be told from others (`prompt_embeds`)."""
+
+
 def truncation_refusal(request: Any, num_tokens: int) -> str | None:
     """Why the last token of a prompt cannot be left to the decode engine; None if it can."""
     if wants_remote_kv(request.kv_transfer_params or {}):
@@ -44,6 +48,23 @@ def computes_all(request: Any) -> str | None:
     sampling = request.sampling_params
     logprobs = sampling is not None and sampling.prompt_logprobs is not None
     return "prompt_logprobs" if logprobs else "skip_reading_prefix_cache"
+
+
+def goes_on_after(loaded: int, prompt: int, *, ahead: int, state_block: int) -> bool:
+    """Whether vLLM ever computes the rest of a prompt of which some tokens were loaded.
+
+    Where it keeps states at the ends of blocks, it has a step end there. With MTP of k modules it
+    has none end within k tokens of the prompt's end. If both hold, it computes nothing, for ever.
+
+    Args:
+        loaded: tokens that are loaded.
+        prompt: tokens of the prompt.
+        ahead: tokens after a position that its KV depends on.
+        state_block: tokens of a block at whose end a state is kept; 0 where none is.
+    """
+    if ahead < 2 or not state_block or not loaded % state_block:
+        return True
+    return loaded // state_block == (prompt - 1) // state_block
 
 
 def truncate(request: Any, params: Mapping[str, Any], tokens_left: int, *, drafts: bool) -> None:

@@ -39,7 +39,7 @@ class PrefixLoads:
         stats: where to count.
 
     Attributes:
-        queued: jobs that start with the next step, by number. `SharedPrefix.build` takes them.
+        queued: jobs that start with the next step, by number. `SharedPrefix.step` takes them.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class PrefixLoads:
 
     def _loaded(self, prompt: SharedPrompt) -> None:
         """All loads of a prompt have ended. A failed one is not retried: see
-        `SharedPrefix.load_nothing`."""
+        `SharedPrefix.takes_nothing`."""
         if prompt.void:
             prompt.void = False
             prompt.lookup = None

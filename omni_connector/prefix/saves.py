@@ -113,7 +113,7 @@ class PrefixSaves:
         alone: see there.
         stores: whether blocks are stored: not while no other engine could find them.
         num_waiting: blocks to copy in later steps, which may be steps without tokens.
-        queued: jobs that start with the next step, by number. `SharedPrefix.build` takes them.
+        queued: jobs that start with the next step, by number. `SharedPrefix.step` takes them.
     """
 
     def __init__(

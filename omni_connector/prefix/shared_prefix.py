@@ -17,12 +17,12 @@ Blocks are copied when they have filled, and held until the copy has ended (see 
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Container, Iterable, Sequence, Set
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from omni_connector.config import HintName
-from omni_connector.copy.held_blocks import CopyWork, EngineRequest
+from omni_connector.copy.held_blocks import EngineBlock, RequestBlocks
 from omni_connector.errors import OmniError
 from omni_connector.kv.tails import Tail
 from omni_connector.prefix.block_changes import BlockChanges
@@ -30,14 +30,19 @@ from omni_connector.prefix.explain import ExplainedEngine, Explainer
 from omni_connector.prefix.hints import NO_HINTS, Hints
 from omni_connector.prefix.host_blocks import Found, HostBlocks
 from omni_connector.prefix.key_prefix import KeyPrefix
-from omni_connector.prefix.loads import BlockTables, PrefixLoads
+from omni_connector.prefix.loads import PrefixLoads
 from omni_connector.prefix.lookups import Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
-from omni_connector.prefix.saves import BlocksOf, PrefixSaves
+from omni_connector.prefix.saves import PrefixSaves
 from omni_connector.prefix.tails import Tails
 from omni_connector.prefix.thinking import ThinkingTokens, Thoughts
+from omni_connector.requests.phases import Phase
+from omni_connector.requests.product import BlocksOf, Product, Step
 from omni_connector.runtime.context import EngineContext
+
+if TYPE_CHECKING:
+    from omni_connector.requests.state import RequestState
 
 logger = logging.getLogger("vllm.omni_connector.shared_prefix")
 
@@ -49,7 +54,7 @@ _FRESH_S: Final = 1.0
 _NEVER: Final = 1 << 62
 
 
-class SharedPrefix:
+class SharedPrefix(Product):
     """Finds, loads and keeps full blocks of prompts that other engines use, too.
 
     Args:
@@ -63,9 +68,12 @@ class SharedPrefix:
         followed_hints: which hints of requests are followed.
         thinking: the tokens with which a reasoning model thinks; None where they are not known.
         lookup_timeout: seconds that a request waits for the store's answer.
+        replay: tokens at a prompt's beginning that vLLM computes again wherever a hit ends.
         context: clock and statistics.
         changes: collects changes for KV events; None where nobody asks for events.
     """
+
+    waits_in = Phase.LOOKUP
 
     def __init__(
         self,
@@ -82,7 +90,9 @@ class SharedPrefix:
         lookup_timeout: float,
         context: EngineContext,
         changes: BlockChanges[Any] | None = None,
+        replay: int = 0,
     ) -> None:
+        self._replay = replay
         self._changes = changes
         self._host = host
         self._lookups = lookups
@@ -132,41 +142,28 @@ class SharedPrefix:
             hints = NO_HINTS
         return hints
 
-    def add(
-        self,
-        request: EngineRequest,
-        hints: Hints,
-        *,
-        stops_early: bool = False,
-        adapter: str = "",
-        opaque: tuple[tuple[int, int], ...] = (),
-    ) -> SharedPrompt:
-        """A request has arrived: look its prompt up.
-
-        Args:
-            hints: those that are followed.
-            stops_early: whether its prompt was shortened, but its hashes were not.
-            adapter: digest of its LoRA adapter's content; "" without one.
-            opaque: parts of the prompt, each by its first token and end, whose ids do not say what
-                they are, as those of images.
-        """
-        prompt = SharedPrompt(
+    def arrives(self, state: "RequestState", adapter: str) -> None:
+        request = state.request
+        if request.resumable:  # a session's tokens may change
+            return
+        if request.prompt_embeds is not None and self._tokens_ahead:
+            return  # the tokens in the place of embeddings name no drafter's KV
+        state.prefix = prompt = SharedPrompt(
             request=request,
             # vLLM sets this where it has to compute every token: for log-probabilities of the
             # prompt, say.
             loads=not request.skip_reading_prefix_cache,
-            hashed_tokens=request.num_prompt_tokens if stops_early else None,
+            hashed_tokens=request.num_prompt_tokens if state.shortened else None,
             adapter=adapter,
             block_sizes=self._block_sizes,
             tokens_ahead=self._tokens_ahead,
             sent=[0] * len(self._groups),
-            hints=hints,
-            thoughts=self._thoughts(hints),
-            opaque=opaque,
+            hints=state.hints,
+            thoughts=self._thoughts(state.hints),
+            opaque=_opaque_parts(request),
         )
         self._prompts[prompt] = None
         self._look_up(prompt)
-        return prompt
 
     def _thoughts(self, hints: Hints) -> Thoughts | None:
         """What finds the thoughts in an answer that is kept up to these; None if it is kept."""
@@ -193,6 +190,13 @@ class SharedPrefix:
             prefix = prompt.key_prefix(self._prefix.current)
             prompt.lookup = Lookup(prefix, prompt.names, deadline, tails)
             self._lookups.ask(prompt.lookup)
+
+    def offer(self, state: "RequestState", num_computed: int) -> int | None:
+        if state.prefix is None:
+            return 0
+        found = self.matched_tokens(state.prefix, num_computed)
+        # Of less than the replay vLLM would compute all again.
+        return 0 if found and num_computed + found <= self._replay else found
 
     def matched_tokens(self, prompt: SharedPrompt, num_computed: int) -> int | None:
         """Tokens that can be loaded after the first `num_computed`; None while the store is
@@ -257,17 +261,16 @@ class SharedPrefix:
         prompt.missed = not prompt.offered and num_computed < last and bool(prompt.lookup)
         return prompt.offered
 
-    def allocated(
-        self,
-        prompt: SharedPrompt,
-        tables: Callable[[], BlockTables],
-        num_external: int,
-    ) -> None:
-        """vLLM has allocated blocks for `num_external` tokens of ours, or for none.
-
-        Args:
-            tables: returns the request's block tables.
-        """
+    def allocated(self, state: "RequestState", blocks: RequestBlocks, num_tokens: int) -> bool:
+        prompt, offer = state.prefix, state.offer
+        if prompt is None:
+            return False
+        num_external = num_tokens
+        if offer is not None and offer.whose is not self:
+            # A connector beside this one may load these tokens instead. Then their blocks are saved
+            # only after vLLM has learned whether that load succeeded.
+            prompt.had = None if num_tokens > 0 else offer.begin
+            num_external = 0
         self.saves.begin(prompt)
         prompt.scheduled = False
         local = prompt.local
@@ -285,14 +288,20 @@ class SharedPrefix:
             self._stats.count("store_misses", prompt.missed)
             prompt.missed = False
             prompt.found = None
-            return
+            return False
         assert local is not None, "tokens are matched only by a lookup"
-        self.loads.start(prompt, tables(), local, local + num_external)
+        self.loads.start(prompt, blocks.get_block_ids(), local, local + num_external)
         prompt.found = None
+        return False
 
-    def build(self, meta: CopyWork) -> None:
-        """Add this step's loads to `meta`, and what requests that have ended left; `saves` adds the
-        rest."""
+    def lacks_drafter(self, blocks: Sequence[Sequence[EngineBlock]], first: int) -> None:
+        self.saves.loads_over(blocks, first)
+
+    def has_work(self) -> bool:
+        return self.saves.has_work
+
+    def step(self, step: Step) -> None:
+        work = step.work
         for prompt, local in self._not_loaded:
             # Only now, after scheduling, `num_computed_tokens` includes the tokens that a connector
             # beside this one loads, or vLLM has found within a block (`--prefix-match-unit`).
@@ -303,29 +312,41 @@ class SharedPrefix:
         self._not_loaded.clear()
         self.saves.step_begins()
         if self.loads.queued:
-            meta.loads |= self.loads.queued
+            work.loads |= self.loads.queued
             self.loads.queued.clear()
-        if self.saves.queued:
-            meta.saves |= self.saves.queued
+        if self.saves.queued:  # what requests that have ended left
+            work.saves |= self.saves.queued
             self.saves.queued.clear()
+        if not step.known:
+            return  # nobody may have what is computed
+        output = step.output
+        drafted = output.scheduled_spec_decode_tokens
+        self.saves.build(work, output.num_scheduled_tokens, step.blocks_of, drafted)
+        told = output.kv_connector_block_state
+        # States in blocks to which no later step writes: group, block, and the tokens it has read.
+        if told is not None and (states := told.boundary_state_offloads):
+            for request_id, of_request in states.items():
+                state = step.requests.get(request_id)
+                if state is not None and state.prefix is not None:
+                    self.saves.keep_boundary(work, state.prefix, of_request, step.blocks_of)
 
-    def keep_boundaries(
-        self,
-        meta: CopyWork,
-        states: Iterable[tuple[SharedPrompt, Iterable[tuple[int, int, int]]]],
-        blocks_of: BlocksOf,
-    ) -> None:
-        """Add copies of the blocks in which prompts end; see `PrefixSaves.keep_boundary`."""
-        for prompt, of_prompt in states:
-            self.saves.keep_boundary(meta, prompt, of_prompt, blocks_of)
+    def step_ended(self) -> None:
+        self.saves.step_ended()
 
-    def finish(self, prompt: SharedPrompt, blocks_of: BlocksOf | None) -> None:
-        """The request is over. A load under way is told to stop.
+    def failed_loads(self, told: Container[str]) -> Iterable[tuple[Any, bool]]:
+        # Told to vLLM, a failed load could end the request: its policy is for hand-offs.
+        return [(each, False) for each in self.loads.take_failed()]
 
-        Args:
-            blocks_of: returns the blocks of a request, which vLLM frees after this call; None where
-                the weights are not known.
-        """
+    def blocks_void(self, block_ids: Set[int]) -> None:
+        self.saves.blocks_void(block_ids)
+
+    def distrust(self) -> None:
+        self.saves.distrust()
+
+    def ends(self, state: "RequestState", blocks_of: BlocksOf | None) -> None:
+        prompt = state.prefix
+        if prompt is None:
+            return
         del self._prompts[prompt]
         self.loads.revoke(prompt)
         self.saves.finish(prompt, blocks_of)
@@ -334,21 +355,20 @@ class SharedPrefix:
                 blocks = list(zip(prompt.names[g], prompt.hashes[g], strict=True))
                 self._changes.looked_up(prompt.request, g, blocks, held.blocks)
 
-    def load_nothing(self, prompt: SharedPrompt) -> None:
-        """A load of this request has failed: load nothing more for it.
+    def takes_nothing(self, state: "RequestState", reason: str, text: str) -> None:
+        # vLLM goes on reserving the blocks that a failed load was to fill. With a second load, a
+        # few such requests would wait for each other's reserved blocks for ever.
+        if state.prefix is not None:
+            state.prefix.loads = False
+            state.prefix.offered = 0
+            state.prefix.found = None
 
-        vLLM goes on reserving the blocks that the failed load was to fill. With a second load, a
-        few such requests would wait for each other's reserved blocks for ever.
-        """
-        prompt.loads = False
-        prompt.offered = 0
+    def gives_nothing(self, state: "RequestState", reason: str, text: str) -> None:
+        if state.prefix is not None:
+            state.prefix.sent = [_NEVER] * len(self._groups)
 
     def follow(self, weights: str | None) -> None:
-        """The engine has these weights from now on: blocks that are computed get their key prefix.
-
-        Args:
-            weights: what engines that share have in common; None shares with nobody.
-        """
+        # Blocks that are computed get their key prefix.
         self._prefix.follow(weights)
         self.saves.stores = weights is not None
         if self._host is not None:
@@ -357,12 +377,9 @@ class SharedPrefix:
             if prompt.loads and not prompt.admitted and not prompt.jobs:
                 self._look_up(prompt)
 
-    def suspend(self) -> None:
-        """The weights may have changed: find and load nothing before it is known whether they have.
-
-        What is being loaded now is not used, as it would come before that. Blocks that have filled
-        and are not being copied yet are not kept.
-        """
+    def suspend(self, states: Iterable["RequestState"]) -> None:
+        # Nothing is found or loaded before it is known. Blocks that have filled and are not being
+        # copied yet are not kept.
         self.saves.suspend()
         for prompt in self._prompts:
             prompt.found = None
@@ -372,19 +389,7 @@ class SharedPrefix:
                 prompt.void = True
                 self.loads.revoke(prompt)
 
-    def share_nothing(self, prompt: SharedPrompt) -> None:
-        """Load nothing for a request and keep nothing of it: it is not known which weights it is
-        computed with."""
-        self.load_nothing(prompt)
-        prompt.found = None
-        self.keep_nothing(prompt)
-
-    def keep_nothing(self, prompt: SharedPrompt) -> None:
-        """Keep nothing of a request from now on."""
-        prompt.sent = [_NEVER] * len(self._groups)
-
     def clear(self) -> None:
-        """Forget all blocks in the own arena, whatever the weights are."""
         if self._changes is not None:
             self._changes.void()
         self.saves.void()
@@ -393,9 +398,7 @@ class SharedPrefix:
         for prompt in self._prompts:
             prompt.found = None
 
-    def void(self) -> None:
-        """The weights have changed, or may have: use nothing that was looked up, loaded or kept
-        before."""
+    def void(self, states: Iterable["RequestState"]) -> None:
         self.clear()
         for prompt in self._prompts:
             # A request that vLLM computes anew saves its blocks anew. One that goes on with blocks
@@ -413,12 +416,10 @@ class SharedPrefix:
                 self.loads.revoke(prompt)
 
     def count_failures(self) -> None:
-        """Count the store's failures since the last call."""
         if self._lookups is not None:
             self._lookups.count_failures()
 
     def close(self) -> None:
-        """Stop asking the store, and close the indexes. Idempotent."""
         if self._explainer is not None:
             self._explainer.close()
         if self._lookups is not None:
@@ -427,3 +428,12 @@ class SharedPrefix:
             prompt.found = None  # it keeps the indexes of neighbours mapped
         if self._host is not None:
             self._host.close()
+
+
+def _opaque_parts(request: Any) -> tuple[tuple[int, int], ...]:
+    """The parts of a prompt, each by its first token and end, whose token ids do not say what they
+    are: images and the like, or all of a prompt with embeddings."""
+    if request.prompt_embeds is not None:
+        return ((0, request.num_prompt_tokens),)
+    places = (feature.mm_position for feature in request.mm_features)
+    return tuple((each.offset, each.offset + each.length) for each in places)

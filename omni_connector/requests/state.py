@@ -3,14 +3,13 @@
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from omni_connector.requests.phases import WAYS, Phase
 from omni_connector.runtime.trace import Trace, now
 
 if TYPE_CHECKING:
-    from omni_connector.handoff.receiver import Fetch
-    from omni_connector.handoff.sender import Send
+    from omni_connector.handoff.parts import Fetch, Send
     from omni_connector.prefix.hints import Hints
     from omni_connector.prefix.prompts import SharedPrompt
 
@@ -30,6 +29,23 @@ class Refusals(NamedTuple):
     fetch: str | None
 
 
+class Offer(NamedTuple):
+    """What vLLM was told last that can be loaded for a request.
+
+    Attributes:
+        whose: the product that offers it.
+        begin: tokens that vLLM had of it already.
+        brings_all: see `Product.brings_all`.
+    """
+
+    whose: object
+    begin: int
+    brings_all: bool
+
+
+_NO_REFUSALS: Final = Refusals(None, None)
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """One request, from vLLM's first word of it to its end.
@@ -39,15 +55,16 @@ class RequestState:
         hints: those of its hints that are followed.
         phase: how far it is.
         phase_began: since when, as `trace.now` tells it; 0 where nothing is traced.
-        not_begun: while its weights or its adapter are not known, what was ordered of hand-offs
-            when it arrived: an engine that is drained meanwhile still serves it. None once it has
-            begun.
+        refusals: what was ordered of hand-offs when it arrived. An engine that is drained meanwhile
+            still serves it.
+        begun: whether the products know of it: not while its weights or its adapter are not known.
+        shortened: whether its prompt was, or would be, shortened for a hand-off. Its hashes were
+            not.
         fetch: the load of its KV from the engine that has computed its prompt; None if it has none.
         send: its hand-off to another engine; None if it asks for none.
         adapter_asked: while it waits until its adapter is read, since when, and in which step; else
             None.
-        handed_off: whether its last load was a hand-off: that alone brings what no prefix cache
-            has.
+        offer: what vLLM was last told that can be loaded; None: nothing.
         prefix: its part in shared prefixes; None if it shares none.
         counted_tokens: tokens of its prompt when it was last counted; 0 if it was not.
         room: while its load is under way, the KV blocks that it takes beyond the loaded ones for
@@ -59,11 +76,13 @@ class RequestState:
     hints: "Hints"
     phase: Phase = Phase.ARRIVED
     phase_began: int = 0
-    not_begun: Refusals | None = None
+    refusals: Refusals = _NO_REFUSALS
+    begun: bool = True
+    shortened: bool = False
     fetch: "Fetch | None" = None
     send: "Send | None" = None
     adapter_asked: tuple[float, int] | None = None
-    handed_off: bool = False
+    offer: Offer | None = None
     prefix: "SharedPrompt | None" = None
     counted_tokens: int = 0
     room: tuple[int, int] | None = None

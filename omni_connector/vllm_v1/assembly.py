@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from operator import eq, mul
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.logger import init_logger
@@ -32,6 +32,7 @@ from omni_connector.handoff.leases import SlotDirectory
 from omni_connector.handoff.messages import TOKEN_BYTES, HandshakeReply
 from omni_connector.handoff.params import BadParamsError, RemotePrefill, tcp_address
 from omni_connector.handoff.periodic_tasks import PeriodicTasks
+from omni_connector.handoff.prompt import Prompt, PromptRules
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.handoff.server import ControlServer
@@ -83,10 +84,18 @@ from omni_connector.vllm_v1.metadata import (
 from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.patches import local_engines
 from omni_connector.vllm_v1.rank_arena import ArenaPlan
-from omni_connector.vllm_v1.requests import token_hasher
+from omni_connector.vllm_v1.requests import prompt_of, token_hasher
 from omni_connector.vllm_v1.scheduler import OmniScheduler
 from omni_connector.vllm_v1.scheduler_report import SchedulerReport
-from omni_connector.vllm_v1.specs import cached_block_sizes, state_refusal, transferred_groups
+from omni_connector.vllm_v1.specs import (
+    attends_to_all,
+    cached_block_sizes,
+    fails_by_block,
+    replay,
+    state_block_size,
+    state_refusal,
+    transferred_groups,
+)
 from omni_connector.vllm_v1.surroundings import Surroundings
 from omni_connector.vllm_v1.undrafted import DraftedGroup, UndraftedBlocks
 from omni_connector.vllm_v1.worker import OmniWorker
@@ -269,6 +278,8 @@ class _Assembly:
             channel.close()
             self._status.close()
             raise
+        sender = None if offered is None else self._sender(offered, channel, alone=alone)
+        receiver = self._receiver(channel) if receives else None
         return OmniScheduler(
             self._vllm_config,
             self._kv_cache_config,
@@ -286,9 +297,9 @@ class _Assembly:
             periodic_tasks=self._periodic_tasks,
             channel=channel,
             directory=directory,
-            sender=None if offered is None else self._sender(offered, channel),
-            receiver=self._receiver(channel) if receives else None,
+            products=tuple(each for each in (sender, receiver, shared) if each is not None),
             shared=shared,
+            incomplete={} if receiver is None else receiver.incomplete,
             weight_files=self._weight_files(channel),
             events=self._events,
             report=SchedulerReport(
@@ -399,8 +410,26 @@ class _Assembly:
             context=self._context,
         )
 
-    def _sender(self, directory: SlotDirectory, channel: ControlChannel) -> HandoffSender:
+    def _rules(self) -> PromptRules:
+        size, dtype = self._hash_block_size, self._vllm_config.model_config.dtype
+
+        def prompt(request: Any, num_tokens: int, adapter: str, ahead: int) -> Prompt | None:
+            return prompt_of(request, num_tokens, size, dtype, adapter, ahead)
+
+        return PromptRules(
+            prompt,
+            tokens_ahead(self._vllm_config),
+            stops_early=not attends_to_all(self._kv_cache_config),
+            state_block=state_block_size(self._kv_cache_config),
+        )
+
+    def _sender(
+        self, directory: SlotDirectory, channel: ControlChannel, *, alone: bool
+    ) -> HandoffSender:
         return HandoffSender(
+            rules=self._rules(),
+            alone=alone,
+            ended=self._periodic_tasks.ended,
             directory=directory,
             ledger=self._ledger,
             compatibility=self._ours,
@@ -416,6 +445,8 @@ class _Assembly:
 
     def _receiver(self, channel: ControlChannel) -> HandoffReceiver:
         return HandoffReceiver(
+            rules=self._rules(),
+            fails_by_block=fails_by_block(self._kv_cache_config),
             channel=channel,
             ledger=self._ledger,
             address_of=self._address_of,
@@ -507,6 +538,7 @@ class _Assembly:
             lookup_timeout=0.0 if config.store is None else config.store.lookup_timeout_s,
             context=self._context,
             changes=changes,
+            replay=replay(self._kv_cache_config),
         )
         if surroundings.explains:
             shared.explain(self._explained_engine())

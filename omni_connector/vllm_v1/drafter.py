@@ -83,23 +83,6 @@ def tokens_ahead(vllm_config: "VllmConfig") -> int:
     return int(getattr(vllm_config, "num_prefill_lookahead_tokens", 1))
 
 
-def goes_on_after(loaded: int, prompt: int, *, ahead: int, state_block: int) -> bool:
-    """Whether vLLM ever computes the rest of a prompt of which some tokens were loaded.
-
-    Where it keeps states at the ends of blocks, it has a step end there. With MTP of k modules it
-    has none end within k tokens of the prompt's end. If both hold, it computes nothing, for ever.
-
-    Args:
-        loaded: tokens that are loaded.
-        prompt: tokens of the prompt.
-        ahead: see `tokens_ahead`.
-        state_block: tokens of a block at whose end a state is kept; 0 where none is.
-    """
-    if ahead < 2 or not state_block or not loaded % state_block:
-        return True
-    return loaded // state_block == (prompt - 1) // state_block
-
-
 def tokens_written_ahead(vllm_config: "VllmConfig") -> int:
     """Tokens after those of a step for which vLLM allocates blocks, as the drafter writes there."""
     if not drafts_with_kv(vllm_config):

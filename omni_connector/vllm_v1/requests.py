@@ -138,15 +138,6 @@ def prompt_of(
     )
 
 
-def opaque_parts(request: "Request") -> tuple[tuple[int, int], ...]:
-    """The parts of a prompt, each by its first token and end, whose token ids do not say what they
-    are: images and the like, or all of a prompt with embeddings."""
-    if request.prompt_embeds is not None:
-        return ((0, request.num_prompt_tokens),)
-    places = (feature.mm_position for feature in request.mm_features)
-    return tuple((each.offset, each.offset + each.length) for each in places)
-
-
 def drop_unusable(request: "Request", stats: Stats) -> None:
     """Take from a new request params that neither this connector nor vLLM can read."""
     params = request.kv_transfer_params

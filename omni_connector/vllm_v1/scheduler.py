@@ -7,12 +7,11 @@ needs no work: `CopyLedger` holds the blocks that are being copied, whatever hap
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 from vllm.logger import init_logger
 
 from omni_connector.copy.ended import CopiesOfRanks
@@ -20,25 +19,10 @@ from omni_connector.copy.held_blocks import CopyLedger
 from omni_connector.errors import OmniError
 from omni_connector.handoff.channel import ControlChannel
 from omni_connector.handoff.leases import SlotDirectory
-from omni_connector.handoff.params import (
-    BadParamsError,
-    parse_remote_prefill,
-    wants_handoff,
-    wants_remote_kv,
-)
+from omni_connector.handoff.params import wants_handoff
+from omni_connector.handoff.parts import Fetch
 from omni_connector.handoff.periodic_tasks import PeriodicTasks
-from omni_connector.handoff.prompt import Prompt
-from omni_connector.handoff.receiver import Fetch, HandoffReceiver
-from omni_connector.handoff.sender import HandoffSender, Send
-from omni_connector.handoff.serving import UNSERVED, ServingState
-from omni_connector.handoff.truncation import (
-    TRUNCATED,
-    computes_all,
-    cut,
-    may_be_cut,
-    truncate,
-    truncation_refusal,
-)
+from omni_connector.handoff.serving import ServingState
 from omni_connector.identity.adapters import AdapterContents, Replaced
 from omni_connector.identity.epochs import RankWeights, WeightsEpoch
 from omni_connector.identity.full_digest import WeightFilesDigest
@@ -46,7 +30,8 @@ from omni_connector.kv.spans import NULL_BLOCK_ID
 from omni_connector.net.warnings import Warnings
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.requests.phases import Phase
-from omni_connector.requests.state import Refusals, Requests, RequestState
+from omni_connector.requests.product import Product, Step
+from omni_connector.requests.state import Offer, Requests, RequestState
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.trace import now
 from omni_connector.vllm_v1.compat import (
@@ -55,7 +40,6 @@ from omni_connector.vllm_v1.compat import (
     hash_block_size,
     take_worker_stats,
 )
-from omni_connector.vllm_v1.drafter import goes_on_after, tokens_ahead
 from omni_connector.vllm_v1.events import KVEvents
 from omni_connector.vllm_v1.load_room import LoadRoom
 from omni_connector.vllm_v1.metadata import (
@@ -67,19 +51,11 @@ from omni_connector.vllm_v1.metrics import OmniStats
 from omni_connector.vllm_v1.requests import (
     complete_hashes,
     drop_unusable,
-    opaque_parts,
-    prompt_of,
     recompute,
     take_hints,
 )
 from omni_connector.vllm_v1.scheduler_report import SchedulerReport
-from omni_connector.vllm_v1.specs import (
-    attends_to_all,
-    fails_by_block,
-    replay,
-    state_block_size,
-    uncached_groups,
-)
+from omni_connector.vllm_v1.specs import attends_to_all, uncached_groups
 from omni_connector.vllm_v1.undrafted import UndraftedBlocks
 
 if TYPE_CHECKING:
@@ -96,20 +72,20 @@ logger = init_logger("vllm.omni_connector.scheduler")
 _ASK_AGAIN: Final = (None, False)
 _UNKNOWN: Final = "it is not known yet which weights this engine has"
 
-_STATE_BOUNDARY: Final = "a block with a state ends within the last tokens, before which vLLM stops"
 _NO_DRAFTER_KV: Final = "some of its blocks came from an engine without the drafter"
 _SPOILED: Final = "another connector failed to load blocks that it was computed upon"
-_NO_TOKENS: Final = "its prompt is given as embeddings, and the drafter reads tokens"
-_COMPUTES_ALL: Final = "the request has its whole prompt computed"
+_LOAD_FAILED: Final = "its load has failed"
 
 
 class OmniScheduler:
     """The part of the connector that lives beside vLLM's scheduler.
 
-    It decides three things: which prompts are handed off and fetched, which full blocks are kept in
-    this engine's arena or a store, and which blocks of a prompt are loaded from there or from the
-    arenas of the host's other engines. It is made when the workers have registered their KV caches;
-    see `assembly.make_scheduler`.
+    Its products decide which prompts are handed off and fetched, which full blocks are kept in this
+    engine's arena or a store, and which blocks of a prompt are loaded from there or from the arenas
+    of the host's other engines. Here it is decided what holds for all of them: whether it is known
+    what a request is computed with, whether there is room for a load, and which blocks nobody else
+    may have. It is made when the workers have registered their KV caches; see
+    `assembly.make_scheduler`.
 
     Args:
         manager: knows the block ids of running requests.
@@ -119,10 +95,11 @@ class OmniScheduler:
         room: which loads may begin.
         periodic_tasks: what is done beside the steps.
         channel: to peers; closed with this.
-        directory, sender: slots, and what hands them off; None on an engine that hands nothing off.
-        receiver: loads hand-offs; None on an engine that loads none.
-        shared: shares prefixes through the arenas of the host and a store, closed with this; None
-            shares none.
+        directory: slots; None on an engine without an arena.
+        products: those that this engine has, closed with this: hand-off out, hand-off in, and
+            shared prefixes, in the order in which they are asked.
+        shared: the last of them; None on an engine that shares none.
+        incomplete: see `HandoffReceiver.incomplete`.
         weight_files: makes the digest of the weights' files, closed with this; None makes none.
         events: of arena and store, for vLLM to publish; None where it publishes none.
         report: tells vLLM and the status file what was counted; closed with this.
@@ -148,9 +125,9 @@ class OmniScheduler:
         periodic_tasks: PeriodicTasks,
         channel: ControlChannel,
         directory: SlotDirectory | None,
-        sender: HandoffSender | None,
-        receiver: HandoffReceiver | None,
+        products: tuple[Product, ...],
         shared: SharedPrefix | None,
+        incomplete: dict[Fetch, None],
         weight_files: WeightFilesDigest | None,
         events: KVEvents | None,
         report: SchedulerReport,
@@ -171,11 +148,8 @@ class OmniScheduler:
         self._periodic_tasks = periodic_tasks
         self._channel = channel
         self._directory = directory
-        self._sender = sender
-        self._waiting: Collection[Send] = sender.waiting if sender is not None else ()
-        self._admitted: Collection[Send] = sender.admitted if sender is not None else ()
-        self._incomplete = receiver.incomplete if receiver is not None else {}
-        self._receiver = receiver
+        self._products = products
+        self._incomplete = incomplete
         self._shared = shared
         self._weight_files = weight_files
         self._events = events
@@ -190,21 +164,14 @@ class OmniScheduler:
         self._adapters = AdapterContents(context, num_workers(vllm_config))
         self._hash_block_size = hash_block_size(vllm_config, kv_cache_config)
         self._dtype = vllm_config.model_config.dtype
-        self._fails_by_block = fails_by_block(kv_cache_config)
         # Where a group keeps its last tokens only, a prefill must end where the decode begins.
         self._stops_early = not attends_to_all(kv_cache_config)
-        self._tokens_ahead = tokens_ahead(vllm_config)
-        # Last tokens of a prompt that are left to the decode engine. vLLM computes the very last
-        # one there in any case, for its logits.
-        self._tokens_left = max(1, self._tokens_ahead)
-        self._state_block = state_block_size(kv_cache_config)
         # Of vLLM's groups; with context parallelism a block has more.
         groups = kv_cache_config.kv_cache_groups
         self._block_tokens = [each.kv_cache_spec.block_size for each in groups]
         self._transferred = tuple(kv_cache_config.transfer_group_ids)
         uncached = uncached_groups(kv_cache_config)
         self._cached = tuple(each for each in self._transferred if each not in uncached)
-        self._replay = replay(kv_cache_config)
         self._states = requests
         self._void: tuple[list[int], list[int]] = [], []
         # Beside other connectors: the blocks, by group, of requests that have ended, and how many
@@ -228,13 +195,8 @@ class OmniScheduler:
             self._events.changes.void()
         if self._weights.known:  # they are fixed
             return
-        if self._receiver is not None:
-            self._receiver.suspend(self._fetches())
-        if self._shared is not None:
-            self._shared.suspend()
-
-    def _fetches(self) -> Iterator[Fetch]:
-        return (each.fetch for each in self._states.values() if each.fetch is not None)
+        for product in self._products:
+            product.suspend(self._states.values())
 
     def _take_weights(self, answers: Iterable[RankWeights]) -> None:
         """Ranks have said which weights they have."""
@@ -252,8 +214,9 @@ class OmniScheduler:
             logger.info("This engine has other weights now: its KV from before is void")
             self._void_all()
             self._weights.begin()  # the control thread gives leases from here on, so not before
-        elif self._sender is not None:
-            self._sender.settle()
+        else:
+            for product in self._products:
+                product.settle()
         if self._weights.name.changed == self._by_files:
             self._by_files = not self._by_files
             self._channel.judge_by_files(self._by_files)
@@ -269,9 +232,10 @@ class OmniScheduler:
 
     def _share(self) -> None:
         """Share with the engines of the same weights, if it is known which these are."""
-        if self._shared is not None and self._weights.sharing_id != self._shared_as:
+        if self._weights.sharing_id != self._shared_as:
             self._shared_as = self._weights.sharing_id
-            self._shared.follow(self._shared_as)
+            for product in self._products:
+                product.follow(self._shared_as)
 
     def _waits_for_weights(self, state: RequestState) -> bool:
         """Whether a request has to wait until the weights are known that it is computed with.
@@ -285,30 +249,22 @@ class OmniScheduler:
         if self._weights.waits:
             return True
         state.adapter_asked = None
-        if state.not_begun is not None:
-            state.not_begun = None
+        if not state.begun:
             self._begin_alone(state, "weights_unknown")
             self._stats.fail("weights_unknown")
-        if self._shared is not None and state.prefix is not None:
-            self._shared.share_nothing(state.prefix)
-        if self._sender is not None and state.send is not None:
-            self._sender.refuse(state.send, "weights_unknown", _UNKNOWN)
-        if self._receiver is not None and state.fetch is not None:
-            self._receiver.refuse(state.fetch, "weights_unknown", _UNKNOWN)
+        for product in self._products:
+            product.takes_nothing(state, "weights_unknown", _UNKNOWN)
+            product.gives_nothing(state, "weights_unknown", _UNKNOWN)
         return False
 
     def _void_all(self) -> None:
         """Whatever was computed so far is void, here and at the peers that are reading it."""
-        if self._sender is not None:
-            slots, generations = self._sender.void()
+        if self._directory is not None:
+            slots, generations = self._directory.void()
             self._void[0].extend(slots)
             self._void[1].extend(generations)
-        elif self._directory is not None:  # it hands nothing off, so nobody has a lease
-            self._directory.void()
-        if self._receiver is not None:
-            self._receiver.void(self._fetches())
-        if self._shared is not None:
-            self._shared.void()
+        for product in self._products:
+            product.void(self._states.values())
 
     def _blocks_void(self, block_ids: Collection[int]) -> None:
         """A connector beside this one has failed to load these KV blocks. They hold what no model
@@ -329,7 +285,6 @@ class OmniScheduler:
             for ids in tables:
                 void.update(dropwhile(lambda each: each not in void, ids))
             void.discard(NULL_BLOCK_ID)
-        goes_on: set[str] = set()
         for state, of_request in running:
             request = state.request
             for ids, tokens in zip(of_request, self._block_tokens, strict=True):
@@ -337,14 +292,11 @@ class OmniScheduler:
                 if first is None:
                     continue
                 if request.num_computed_tokens > first * tokens:  # another one computes them
-                    goes_on.add(request.request_id)
-                    self._keep_nothing(state)
+                    self._gives_nothing(state, "load_failed", _SPOILED)
                     self._spoiled.goes_on_without(request, first * tokens)
         self._manager.evict_blocks(void)
-        if self._sender is not None:
-            self._sender.blocks_void(void, goes_on)
-        if self._shared is not None:
-            self._shared.saves.blocks_void(void)
+        for product in self._products:
+            product.blocks_void(void)
 
     def _ids_of(self, request: "Request") -> list[list[int]]:
         """The blocks of a request, by vLLM's groups."""
@@ -364,158 +316,37 @@ class OmniScheduler:
             self._stats.fail("prompt_embeds")
             self._begin_alone(state, "prompt_embeds")
             return
-        refusals = self._serving.refusals()
+        state.refusals = self._serving.refusals()
         if self._adapters.arrives(state) or not self._weights.known:
-            state.not_begun = refusals
+            state.begun = False
             state.enter(Phase.UNKNOWN, self._trace)
         else:
-            self._begin(state, refusals)
+            self._begin(state)
 
     def _begin_alone(self, state: RequestState, reason: str) -> None:
         """Begin a request that nothing is fetched for, and that is not handed off."""
-        request = state.request
-        params = request.kv_transfer_params or {}
-        if self._receiver is not None:
-            self._receiver.decline(params)
-        if wants_handoff(params) and self._sender is not None:
-            state.send = self._sender.add(request, Prompt(token_ids=(), num_tokens=0), reason)
+        state.begun = True
+        for product in self._products:
+            product.declines(state, reason)
 
-    def _begin(self, state: RequestState, refusals: Refusals) -> None:
-        request = state.request
-        adapter = self._adapters.content(request, self._weights.number)
+    def _begin(self, state: RequestState) -> None:
+        adapter = self._adapters.content(state.request, self._weights.number)
         if adapter is None:
             self._begin_alone(state, "adapter_unknown")
             return
-        self._follow_params(state, adapter, refusals)
-        # A session's tokens may change, and those in the place of embeddings name no drafter's KV.
-        named = request.prompt_embeds is None or not self._tokens_ahead
-        if self._shared is not None and named and not request.resumable:
-            truncated = self._stops_early and wants_handoff(request.kv_transfer_params or {})
-            state.prefix = self._shared.add(
-                request,
-                state.hints,
-                stops_early=truncated,
-                adapter=adapter,
-                opaque=opaque_parts(request),
-            )
-
-    def _follow_params(self, state: RequestState, adapter: str, refusals: Refusals) -> None:
-        request = state.request
-        params = request.kv_transfer_params
-        if not params:
-            return
-        if wants_remote_kv(params) and self._receiver is not None:
-            try:
-                self._fetch(self._receiver, state, params, adapter, refusals.fetch)
-            except BadParamsError as error:
-                self._stats.fail(error.reason)
-                logger.warning(
-                    "Request %s computes its prompt here: kv_transfer_params not used (%s: %s)",
-                    request.request_id,
-                    error.reason,
-                    error,
-                )
-        if wants_handoff(params) and self._sender is not None:
-            state.send = self._offer(self._sender, request, params, adapter, refusals.offer)
-            if state.send.refusal is None:
-                state.enter(Phase.QUEUED, self._trace)
-
-    def _fetch(
-        self,
-        receiver: HandoffReceiver,
-        state: RequestState,
-        params: Mapping[str, Any],
-        adapter: str,
-        refusal: str | None,
-    ) -> None:
-        request = state.request
-        remote = parse_remote_prefill(params)
-        if refusal is not None:
-            self._stats.fail(refusal)
-            receiver.reject(remote)  # the prefill engine need not keep it
-            return
-        if (reason := computes_all(request)) is not None:
-            receiver.reject(remote)
-            raise BadParamsError(reason, _COMPUTES_ALL)
-        # What the KV there depends on, whether or not this engine has the same drafter.
-        ahead = remote.omni_tokens_ahead
-        ahead = self._tokens_ahead if ahead is None else ahead
-        num_tokens = max(0, request.num_prompt_tokens - max(1, ahead))
-        if not goes_on_after(
-            num_tokens,
-            request.num_prompt_tokens,
-            ahead=self._tokens_ahead,
-            state_block=self._state_block,
-        ):
-            receiver.reject(remote)
-            raise BadParamsError("state_boundary", _STATE_BOUNDARY)
-        prompt = self._prompt(request, num_tokens, adapter, ahead)
-        if prompt is None:
-            receiver.reject(remote)
-            raise BadParamsError("prompt_embeds", _NO_TOKENS)
-        if prompt.num_tokens == 0:
-            # No prompt of one token is handed off. vLLM puts one in the place of a prompt that its
-            # server has refused.
-            receiver.reject(remote)
-        elif not receiver.is_short(remote, prompt.num_tokens):
-            state.fetch = receiver.add(request, remote, prompt)
-            state.enter(Phase.LEASE, self._trace)
-
-    def _prompt(
-        self, request: "Request", num_tokens: int, adapter: str, ahead: int
-    ) -> Prompt | None:
-        size, dtype = self._hash_block_size, self._dtype
-        return prompt_of(request, num_tokens, size, dtype, adapter, ahead)
-
-    def _offer(
-        self,
-        sender: HandoffSender,
-        request: "Request",
-        params: Mapping[str, Any],
-        adapter: str,
-        refusal: str | None,
-    ) -> Send:
-        # A connector beside this one has truncated it, and lets it answer one token.
-        truncated = params.get(TRUNCATED) is True and request.max_tokens == 1
-        num_tokens = request.num_prompt_tokens - (0 if truncated else self._tokens_left)
-        num_tokens = max(0, num_tokens)
-        prompt = self._prompt(request, num_tokens, adapter, self._tokens_ahead)
-        if prompt is None:
-            self._stats.fail("prompt_embeds")
-            logger.warning(
-                "Request %s is not handed off (prompt_embeds: %s)", request.request_id, _NO_TOKENS
-            )
-            return sender.add(request, Prompt(token_ids=(), num_tokens=0), refusal="prompt_embeds")
-        if num_tokens < 1:
-            return sender.add(request, prompt, refusal="nothing_to_hand_off")
-        if refusal is not None:
-            if self._alone and may_be_cut(request):
-                cut(request)
-        elif self._periodic_tasks.ended():
-            refusal = "control_ended"
-        if refusal is None and request.resumable:
-            refusal = "resumable"  # it goes on writing, and a state is overwritten in place
-        elif refusal is None and truncated and self._tokens_ahead:
-            refusal = "truncated_elsewhere"  # the drafter's KV depends on the missing token
-        elif refusal is None and self._stops_early and not truncated:
-            refusal = truncation_refusal(request, num_tokens)
-            if refusal is None:
-                truncate(request, params, self._tokens_left, drafts=self._tokens_ahead > 0)
-                # MTP of several modules reads beyond the token that it is answered with.
-                read_beyond = max(0, self._tokens_ahead - 1)
-                prompt = msgspec.structs.replace(prompt, named_tokens=num_tokens - read_beyond)
-        if refusal is not None:
-            self._stats.fail(refusal)
-            if refusal not in UNSERVED:  # of which the log says so once
-                logger.warning("Request %s is not handed off (%s)", request.request_id, refusal)
-        return sender.add(request, prompt, refusal)
+        state.begun = True
+        handed_off = wants_handoff(state.request.kv_transfer_params or {})
+        state.shortened = self._stops_early and handed_off
+        for product in self._products:
+            product.arrives(state, adapter)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How many tokens beyond these can be loaded; see `KVConnectorBase_V1`."""
         state = self._states[request.request_id]
-        if state.send in self._waiting:
+        state.offer = None
+        if state.send is not None and state.send.waits:
             return _ASK_AGAIN  # vLLM asks in each step for each of them: nothing else is looked at
         if self._incomplete and self._uncache_incomplete():
             return _ASK_AGAIN  # vLLM may have found such a block for this request just now
@@ -527,42 +358,21 @@ class OmniScheduler:
             if self._adapters.waits(state):
                 return _ASK_AGAIN
             state.adapter_asked = None
-        if state.not_begun is not None:
-            refusals, state.not_begun = state.not_begun, None
-            self._begin(state, refusals)
+        if not state.begun:
+            self._begin(state)
             return _ASK_AGAIN  # it may be shorter now, so vLLM has to look at it anew
         self._undrafted.asked(request.request_id, num_computed_tokens)
         self._spoiled.asked(request.request_id, num_computed_tokens)
         matched = 0
-        if (
-            self._sender is not None
-            and state.send is not None
-            and not self._sender.may_schedule(state.send)
-            and not self._periodic_tasks.ended()
-        ):
-            state.enter(Phase.QUEUED, self._trace)
-            return _ASK_AGAIN
-        if self._receiver is not None and state.fetch is not None:
-            granted = self._receiver.matched_tokens(state.fetch, num_computed_tokens)
-            if granted is None:
-                state.enter(Phase.LEASE, self._trace)
+        for product in self._products:
+            found = product.offer(state, num_computed_tokens)
+            if found is None:
+                state.enter(product.waits_in, self._trace)
                 return _ASK_AGAIN
-            matched = granted
-        state.handed_off = bool(matched)
-        prefix = state.prefix
-        if self._shared is not None and prefix is not None:
-            if matched:
-                # A connector beside this one may load these tokens instead. Then their blocks are
-                # saved only after vLLM has learned whether that load succeeded.
-                prefix.had = num_computed_tokens
-            else:
-                found = self._shared.matched_tokens(prefix, num_computed_tokens)
-                if found is None:
-                    state.enter(Phase.LOOKUP, self._trace)
-                    return _ASK_AGAIN
+            if found:
                 matched = found
-                if matched and num_computed_tokens + matched <= self._replay:
-                    matched = 0  # vLLM would compute all of it again
+                state.offer = Offer(product, num_computed_tokens, product.brings_all)
+                break
         if matched or state.phase is not Phase.QUEUED:
             state.enter(Phase.ROOM, self._trace)
         if matched == 0:
@@ -577,54 +387,37 @@ class OmniScheduler:
         After a load that leaves out a window which vLLM keeps in no prefix cache, vLLM computes the
         last tokens of the hit again. Its scheduler asks after each offer, and after the load.
         """
-        return self._transferred if self._states[request.request_id].handed_off else self._cached
+        offer = self._states[request.request_id].offer
+        return self._transferred if offer is not None and offer.brings_all else self._cached
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external: int
     ) -> None:
         """Blocks were allocated; `num_external` of their tokens are ours to load."""
         state = self._states[request.request_id]
-        shared, prefix = self._shared, state.prefix
-        from_store = prefix is not None and prefix.offered > 0
-        lacks_drafter = False
         if num_external > 0:
             self._room.begins(state)
             state.enter(Phase.LOAD, self._trace)
         elif state.phase is not Phase.QUEUED and state.phase is not Phase.COMPUTING:
             # With `skip_reading_prefix_cache` vLLM goes on before it is known what can be loaded.
             state.enter(Phase.SCHEDULING, self._trace)
-        if self._receiver is not None and state.fetch is not None:
-            lacks_drafter = self._receiver.allocated(
-                state.fetch, blocks, 0 if from_store else num_external
-            )
-        if shared is not None and prefix is not None:
-            if num_external > 0 and not from_store:
-                prefix.had = None  # these tokens are ours
-            shared.allocated(prefix, blocks.get_block_ids, num_external if from_store else 0)
+        lacks_drafter = False
+        for product in self._products:
+            lacks_drafter |= product.allocated(state, blocks, num_external)
         if lacks_drafter:
             first = self._undrafted.loaded(request, blocks.blocks, num_external)
-            if shared is not None:
-                shared.saves.loads_over(blocks.blocks, first)
+            for product in self._products:
+                product.lacks_drafter(blocks.blocks, first)
         # Beside other connectors `blocks` are none unless we load some.
         if self._undrafted.has(request, self._blocks_of):
-            self._give_to_nobody(state, "no_drafter_kv", _NO_DRAFTER_KV)
+            self._gives_nothing(state, "no_drafter_kv", _NO_DRAFTER_KV)
         if self._spoiled.has(request, self._blocks_of):
-            self._give_to_nobody(state, "load_failed", _SPOILED)
+            self._gives_nothing(state, "load_failed", _SPOILED)
 
-    def _give_to_nobody(self, state: RequestState, reason: str, text: str) -> None:
+    def _gives_nothing(self, state: RequestState, reason: str, text: str) -> None:
         """A request has blocks that lack KV, which others would expect there."""
-        self._keep_nothing(state)
-        if self._sender is not None and state.send is not None:
-            self._sender.refuse(state.send, reason, text)
-
-    def _keep_nothing(self, state: RequestState) -> None:
-        if self._shared is not None and state.prefix is not None:
-            self._shared.keep_nothing(state.prefix)
-
-    def _load_nothing(self, request_id: str) -> None:
-        state = self._states.get(request_id)
-        if self._shared is not None and state is not None and state.prefix is not None:
-            self._shared.load_nothing(state.prefix)
+        for product in self._products:
+            product.gives_nothing(state, reason, text)
 
     def hit_sources(self, request: "Request", tokens: int) -> dict[Any, int]:
         """See `KVConnectorBase_V1`."""
@@ -657,8 +450,7 @@ class OmniScheduler:
         # While an earlier step computes, its results must not wait for this step.
         meta = OmniConnectorMetadata(idle=not computes and True not in self._computing)
         self._computing.append(computes)
-        if self._periodic_tasks.ended():
-            self._waiting = ()  # nobody waits for room any more
+        self._periodic_tasks.ended()
         self._follow_weights()
         known = self._weights.known
         if not known:
@@ -668,8 +460,6 @@ class OmniScheduler:
         if self._void[0]:
             meta.void, self._void = self._void, ([], [])
         scheduled = scheduler_output.num_scheduled_tokens
-        if self._sender is not None and (self._waiting or self._admitted):
-            self._sender.build(meta, scheduler_output, self._manager.get_blocks)
         if self._room.under_way:
             self._room.scheduled(scheduled)
         self._undrafted.note(scheduled, self._blocks_of)
@@ -683,16 +473,12 @@ class OmniScheduler:
             self._report.prompt(state, tokens, request.num_computed_tokens)
         for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self._states[request_id].enter(Phase.COMPUTING, self._trace)
-        if self._receiver is not None:
-            self._receiver.build(meta, computes=not meta.idle)
-        if self._shared is not None:
-            self._shared.build(meta)
-            if known:  # else nobody may have what is computed
-                if copies := scheduler_output.kv_cache_block_copies:
-                    with self._held([block_id for copy in copies for block_id in copy]):
-                        self._keep(self._shared, meta, scheduled, scheduler_output)
-                else:
-                    self._keep(self._shared, meta, scheduled, scheduler_output)
+        step = Step(meta, scheduler_output, not meta.idle, known, self._states, self._blocks_of)
+        if copies := scheduler_output.kv_cache_block_copies:
+            with self._held([block_id for copy in copies for block_id in copy]):
+                self._step(step)
+        else:
+            self._step(step)
         if self._ledger.block_copies:
             copy_blocks(scheduler_output, self._ledger.block_copies)
             self._ledger.block_copies = []
@@ -700,25 +486,9 @@ class OmniScheduler:
             meta.cancel = self._ledger.take_revoked()
         return meta
 
-    def _keep(
-        self,
-        shared: SharedPrefix,
-        meta: OmniConnectorMetadata,
-        scheduled: Mapping[str, int],
-        step: "SchedulerOutput",
-    ) -> None:
-        """Have what this step fills and leaves kept for others."""
-        drafted = step.scheduled_spec_decode_tokens
-        shared.saves.build(meta, scheduled, self._blocks_of, drafted)
-        told = step.kv_connector_block_state
-        # States in blocks to which no later step writes: group, block, and the tokens it has read.
-        if told is not None and (states := told.boundary_state_offloads):
-            kept = [
-                (state.prefix, of_request)
-                for request_id, of_request in states.items()
-                if (state := self._states.get(request_id)) is not None and state.prefix is not None
-            ]
-            shared.keep_boundaries(meta, kept, self._blocks_of)
+    def _step(self, step: Step) -> None:
+        for product in self._products:
+            product.step(step)
 
     @contextmanager
     def _held(self, block_ids: Sequence[int]) -> Iterator[None]:
@@ -761,35 +531,22 @@ class OmniScheduler:
                 self._void_all()
                 self._weights.void()
                 self._share()
-            if replaced is not None and self._shared is not None:
-                self._shared.saves.distrust()
+            if replaced is not None:
+                for product in self._products:
+                    product.distrust()
         if report.weights:
             self._take_weights(report.weights)
         if report.pinned:
             self._report.pinned(report.pinned)
         self._ledger.report(report.done, report.failed)
-        if self._receiver is not None:
-            self._recompute_loaded(self._receiver, output)
-        for request in self._shared.loads.take_failed() if self._shared is not None else ():
-            # Told to vLLM, a failed load could end the request: its policy is for hand-offs.
-            recompute(request, self._manager)
-
-    def _recompute_loaded(self, receiver: HandoffReceiver, output: "KVConnectorOutput") -> None:
-        # KV has come, but of other weights than it would be read with; and late loads, of which the
-        # workers do not tell vLLM, so that its policy ends no request for them.
-        for request in (*receiver.take_void(), *receiver.take_late()):
-            self._load_nothing(request.request_id)
-            recompute(request, self._manager)
-        # Runners before vLLM 0.30 do not pass on which loads have failed as a whole.
-        for request in receiver.take_failed():
-            self._load_nothing(request.request_id)
-            if not self._fails_by_block and request.request_id not in output.failed_recving:
-                logger.warning(
-                    "Request %s computes its prompt here: its load failed, and the model "
-                    "runner does not pass on failed loads",
-                    request.request_id,
-                )
-                recompute(request, self._manager)
+        for product in self._products:
+            for request, vllm_learns in product.failed_loads(output.failed_recving or ()):
+                state = self._states.get(request.request_id)
+                if state is not None and state.request is request:
+                    for each in self._products:
+                        each.takes_nothing(state, "load_failed", _LOAD_FAILED)
+                if not vllm_learns:
+                    recompute(request, self._manager)
 
     def step_ended(self) -> "Iterable[KVCacheEvent]":
         """vLLM has taken over what a step has computed; returns the KV events since the last."""
@@ -801,12 +558,8 @@ class OmniScheduler:
                 self._left.append((left, steps - 1))
         if self._adapters.used:
             self._adapters.step_ended()
-        if self._shared is not None:
-            self._shared.saves.step_ended()
-        if self._receiver is not None:
-            self._receiver.step_ended()
-        if self._waiting and self._sender is not None:
-            self._sender.admit()
+        for product in self._products:
+            product.step_ended()
         return () if self._events is None else self._events.take()
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
@@ -814,21 +567,14 @@ class OmniScheduler:
         self._follow_weights()
         state = self._states[request.request_id]
         self._room.ends(state)
-        if state.not_begun is not None and self._receiver is not None:
-            self._receiver.decline(request.kv_transfer_params or {})  # nothing was asked for yet
         self._adapters.ends(request)
-        if self._shared is not None and state.prefix is not None:
-            blocks_of = self._blocks_of if self._weights.known else None
-            self._shared.finish(state.prefix, blocks_of)
         self._undrafted.finish(request, self._blocks_of)
         self._spoiled.finish(request, self._blocks_of)
         if not self._alone and self._computing:
             self._left.append((self._ids_of(request), len(self._computing)))
-        answer: dict[str, Any] | None = None
-        if self._receiver is not None and state.fetch is not None:
-            self._receiver.finish(state.fetch)
-        if self._sender is not None and state.send is not None:
-            answer = self._sender.finish(state.send)
+        blocks_of = self._blocks_of if self._weights.known else None
+        answers = [product.ends(state, blocks_of) for product in self._products]
+        answer = next((each for each in answers if each is not None), None)
         computed = state.phase is Phase.COMPUTING
         state.enter(Phase.ENDED, self._trace)
         if computed and state.send is not None:
@@ -842,14 +588,14 @@ class OmniScheduler:
         return (
             bool(self._ledger)
             or (not self._weights.known and self._learns_weights())
-            or (self._shared is not None and self._shared.saves.has_work)
+            or any(product.has_work() for product in self._products)
         )
 
     def _learns_weights(self) -> bool:
         """Whether answers are to come that requests wait for, or copied blocks."""
         if self._weights.waits:
             return True
-        return self._weights.asked > 0 and self._sender is not None and self._sender.unsettled
+        return self._weights.asked > 0 and any(each.unsettled() for each in self._products)
 
     def _busy(self) -> bool:
         return self.copying() or (self._directory is not None and self._directory.num_handoffs > 0)
@@ -896,8 +642,9 @@ class OmniScheduler:
         if self._directory is not None:
             with self._directory.pool.lock:
                 self._directory.pool.forget()
+        for product in self._products:
+            product.clear()
         if self._shared is not None:
-            self._shared.clear()
             logger.info("The blocks that this engine kept in its arena are forgotten, as was asked")
         return True
 
@@ -918,8 +665,8 @@ class OmniScheduler:
         """What was counted; None when nothing changed, or if it is told in a later step."""
         if self._serving.has_requests and self._clock() < self._report.next_at:
             return None  # most often
-        if self._shared is not None:
-            self._shared.count_failures()
+        for product in self._products:
+            product.count_failures()
         return self._report.take()
 
     def close(self) -> None:
@@ -928,7 +675,7 @@ class OmniScheduler:
         if self._weight_files is not None:
             self._weight_files.close()
         self._channel.close()  # first: its thread may void what the index lists
-        if self._shared is not None:
-            self._shared.close()
+        for product in self._products:
+            product.close()
         self._report.close()
         self._trace.close()

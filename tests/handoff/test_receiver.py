@@ -14,7 +14,7 @@ from omni_connector.copy.jobs import LoadSpec
 from omni_connector.handoff.client import Lease, LeaseDeniedError, PendingLease
 from omni_connector.handoff.messages import HandshakeReply, LeaseGranted
 from omni_connector.handoff.params import RemotePrefill
-from omni_connector.handoff.prompt import Prompt
+from omni_connector.handoff.prompt import Prompt, PromptRules
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.runtime.context import EngineContext
@@ -97,6 +97,7 @@ class Decode:
         self.stats = Stats()
         self.ledger = CopyLedger(Blocks(), 1, clock)
         self.receiver = HandoffReceiver(
+            rules=PromptRules(lambda *_: None),
             channel=self.channel,  # type: ignore[arg-type]
             ledger=self.ledger,
             address_of=lambda remote: "tcp://prefill:1",
@@ -109,12 +110,13 @@ class Decode:
         )
         self.request: Any = SimpleNamespace(request_id="r")
         self.work: Any = SimpleNamespace(loads={}, saves={})
+        self.step: Any = SimpleNamespace(work=self.work, busy=True)
 
     def arrives(self) -> PendingLease:
         """A request that was prefilled elsewhere; what is sent for it."""
         prompt = Prompt(token_ids=range(TOKENS), num_tokens=TOKENS)
         self.fetch = self.receiver.add(self.request, REMOTE, prompt)
-        self.receiver.build(self.work, computes=True)  # an engine that computes asks only once
+        self.receiver.step(self.step)  # an engine that computes asks only once
         return self.channel.asked[-1]
 
     def lease(self, lease_s: float) -> Lease:
@@ -142,8 +144,8 @@ class Decode:
     def load(self, num_external: int = TOKENS) -> LoadSpec | None:
         """vLLM allocates blocks; the job that the next step starts."""
         blocks: Any = Blocks(range(1, 11), range(11, 21))
-        self.receiver.allocated(self.fetch, blocks, num_external)
-        self.receiver.build(self.work, computes=True)
+        self.receiver.load(self.fetch, blocks, num_external)
+        self.receiver.step(self.step)
         return next(iter(self.work.loads.values()), None)
 
 

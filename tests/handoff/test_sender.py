@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from omni_connector.handoff.prompt import Prompt
+from omni_connector.handoff.prompt import Prompt, PromptRules
 from omni_connector.handoff.sender import HandoffSender
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.runtime.context import EngineContext
@@ -44,6 +44,9 @@ def sender(
     parts: Any = {"directory": directory, "ledger": None}
     return HandoffSender(
         **parts,
+        rules=PromptRules(lambda *_: None),
+        alone=True,
+        ended=lambda: False,
         compatibility=compatibility,
         group_ids=(0, 1),
         engine_id="p",

@@ -26,6 +26,7 @@ from omni_connector.errors import PeerUnreachableError
 from omni_connector.handoff import receiver as receiving
 from omni_connector.handoff.client import Lease, PeerSession, PendingLease
 from omni_connector.handoff.messages import HandshakeReply, LeaseGranted, encode
+from omni_connector.handoff.prompt import PromptRules
 from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
@@ -175,6 +176,7 @@ class _Decoder:
         pool: Any = _Pool()
         ledger = CopyLedger(pool, self.ours.ranks, time.monotonic)
         receiver = HandoffReceiver(
+            rules=PromptRules(lambda *_: None),
             channel=channel,
             ledger=ledger,
             address_of=lambda remote: "ipc://x",
@@ -193,9 +195,10 @@ class _Decoder:
             return "not used"
         tables = [list(range(1, _BLOCKS))] * 2
         blocks: Any = SimpleNamespace(get_block_ids=lambda: tables)
-        receiver.allocated(fetch, blocks, matched)
+        receiver.load(fetch, blocks, matched)
         meta = OmniConnectorMetadata()
-        receiver.build(meta, computes=False)
+        step: Any = SimpleNamespace(work=meta, busy=False)
+        receiver.step(step)
         [(job_id, spec)] = meta.loads.items()
         assert isinstance(spec, LoadSpec)
         outcome = _done(self.loader.work(job_id, spec, None))

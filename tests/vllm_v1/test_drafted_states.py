@@ -8,9 +8,9 @@ import random
 import pytest
 
 from omni_connector.copy.held_blocks import CopyLedger
+from omni_connector.handoff.truncation import goes_on_after
 from omni_connector.prefix import saves
 from omni_connector.prefix.saves import PrefixSaves
-from omni_connector.vllm_v1.drafter import goes_on_after
 from tests import toy, toy_runner
 from tests.toy import BLOCK, GROUPS
 

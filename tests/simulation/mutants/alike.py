@@ -11,8 +11,8 @@ ALIKE: Final = (
         "blocks of an adapter wait to be kept while vLLM computes them anew with another one",
         (
             "omni_connector.vllm_v1.scheduler",
-            "            if replaced is not None and self._shared is not None:\n",
-            "            if replaced is Replaced.IN_USE and self._shared is not None:\n",
+            "            if replaced is not None:\n",
+            "            if replaced is Replaced.IN_USE:\n",
         ),
     ),
     mutant(

@@ -95,8 +95,8 @@ FEATURES: Final = (
         "a window that no prefix cache has is not computed again after a load of a prefix",
         (
             "omni_connector.vllm_v1.scheduler",
-            "self._transferred if self._states[request.request_id].handed_off else self._cached",
-            "self._transferred",
+            "return self._transferred if offer is not None and offer.brings_all else self._cached",
+            "return self._transferred",
         ),
     ),
     mutant(
@@ -113,8 +113,8 @@ FEATURES: Final = (
         "an aborted request whose KV was loaded reserves its blocks for ever",
         (
             "omni_connector.vllm_v1.scheduler",
-            "        self._room.ends(state)\n        if state.not_begun is not None and",
-            "        if state.not_begun is not None and",
+            "        self._room.ends(state)\n        self._adapters.ends(request)\n",
+            "        self._adapters.ends(request)\n",
         ),
     ),
     mutant(
@@ -352,7 +352,7 @@ FEATURES: Final = (
         "a session is handed off",
         "the first prompt of a streaming session is handed off, while the session goes on",
         (
-            "omni_connector.vllm_v1.scheduler",
+            "omni_connector.handoff.sender",
             "        if refusal is None and request.resumable:\n",
             "        if False:\n",
         ),
@@ -389,9 +389,9 @@ FEATURES: Final = (
         "modules read one token ahead",
         "MTP of several modules is handed off with KV that was computed from proposed tokens",
         (
-            "omni_connector.vllm_v1.scheduler",
-            "        self._tokens_left = max(1, self._tokens_ahead)\n",
-            "        self._tokens_left = 1\n",
+            "omni_connector.handoff.prompt",
+            "        return max(1, self.tokens_ahead)\n",
+            "        return 1\n",
         ),
     ),
     mutant(
@@ -449,9 +449,9 @@ FEATURES: Final = (
         "prompts end where the own drafter wants it",
         "of an engine with another drafter, or none, another prompt is asked for than it has",
         (
-            "omni_connector.vllm_v1.scheduler",
-            "        ahead = self._tokens_ahead if ahead is None else ahead\n",
-            "        ahead = self._tokens_ahead\n",
+            "omni_connector.handoff.receiver",
+            "        ahead = rules.tokens_ahead if ahead is None else ahead\n",
+            "        ahead = rules.tokens_ahead\n",
         ),
     ),
     mutant(

@@ -183,7 +183,7 @@ HINTS: Final = (
         "an engine without requests and copies makes no further step for blocks that wait",
         (
             "omni_connector.vllm_v1.scheduler",
-            "            or (self._shared is not None and self._shared.saves.has_work)\n",
+            "            or any(product.has_work() for product in self._products)\n",
             "",
         ),
     ),

@@ -56,7 +56,7 @@ MENDED: Final = (
         "after new weights what was handed off before can be leased",
         (
             "omni_connector.vllm_v1.scheduler",
-            "            slots, generations = self._sender.void()\n",
+            "            slots, generations = self._directory.void()\n",
             "            slots, generations = [], []\n",
         ),
     ),
@@ -102,9 +102,8 @@ MENDED: Final = (
         "requests whose hand-offs failed wait for each other's loads from the store",
         (
             "omni_connector.vllm_v1.scheduler",
-            "            self._load_nothing(request.request_id)\n"
-            "            if not self._fails_by_block",
-            "            if not self._fails_by_block",
+            '                        each.takes_nothing(state, "load_failed", _LOAD_FAILED)\n',
+            "                        pass\n",
         ),
     ),
     mutant(
@@ -273,8 +272,8 @@ MENDED: Final = (
         "defect 25: a rejected request keeps its hand-off",
         "its slots are held until their time is over",
         (
-            "omni_connector.vllm_v1.scheduler",
-            "            # server has refused.\n            receiver.reject(remote)\n",
+            "omni_connector.handoff.receiver",
+            "            # server has refused.\n            self.reject(remote)\n",
             "            # server has refused.\n            pass\n",
         ),
     ),
@@ -302,8 +301,8 @@ MENDED: Final = (
         "a request that was aborted keeps its place in the queue for room",
         (
             "omni_connector.handoff.sender",
-            "        if send in self.waiting:\n",
-            "        if False:\n",
+            "        self._waits_no_more(send)\n        handoff = send.handoff\n",
+            "        handoff = send.handoff\n",
         ),
     ),
     mutant(
@@ -311,8 +310,8 @@ MENDED: Final = (
         "room for two was released, and the second waits until slots are released again",
         (
             "omni_connector.handoff.sender",
-            "text)\n            del self.waiting[send]\n            self._tried = None\n",
-            "text)\n            del self.waiting[send]\n",
+            "            del self.waiting[send]\n            self._tried = None\n",
+            "            del self.waiting[send]\n",
         ),
     ),
     mutant(
@@ -320,8 +319,8 @@ MENDED: Final = (
         "with any failed load an engine gives up what it hands off itself",
         (
             "omni_connector.handoff.sender",
-            "request_id in spoiled or not send.block_ids.isdisjoint(block_ids)\n",
-            "request_id in spoiled or send.block_ids\n",
+            "            if send.refusal is None and not send.block_ids.isdisjoint(block_ids):\n",
+            "            if send.refusal is None and send.block_ids:\n",
         ),
     ),
     mutant(
@@ -408,9 +407,9 @@ MENDED: Final = (
         "loads: late ones are good",
         "a request whose lease was over before its load was goes on as if all was there",
         (
-            "omni_connector.vllm_v1.scheduler",
-            "        for request in (*receiver.take_void(), *receiver.take_late()):\n",
-            "        receiver.take_late()\n        for request in receiver.take_void():\n",
+            "omni_connector.handoff.receiver",
+            "(*self._void, *self._late)",
+            "self._void",
         ),
     ),
     mutant(
@@ -445,8 +444,9 @@ MENDED: Final = (
         "a request goes on with blocks that another connector failed to load, and its KV is shared",
         (
             "omni_connector.vllm_v1.scheduler",
-            "                    self._keep_nothing(state)\n",
-            "",
+            '                    self._gives_nothing(state, "load_failed", _SPOILED)\n'
+            "                    self._spoiled",
+            "                    self._spoiled",
         ),
     ),
     mutant(

@@ -412,22 +412,18 @@ OWN: Final = (
         "a failed load of the store counts",
         "its blocks are computed with, as if they were there",
         (
-            "omni_connector.vllm_v1.scheduler",
-            "            # Told to vLLM, a failed load could end the request: its "
-            "policy is for hand-offs.\n"
-            "            recompute(request, self._manager)\n",
-            "            pass\n",
+            "omni_connector.prefix.shared_prefix",
+            "[(each, False) for each in self.loads.take_failed()]",
+            "[(each, True) for each in self.loads.take_failed()]",
         ),
     ),
     mutant(
         "older runners' failed loads count",
         "where the runner does not tell vLLM of a failed load, nobody does",
         (
-            "omni_connector.vllm_v1.scheduler",
-            "                    request.request_id,\n"
-            "                )\n"
-            "                recompute(request, self._manager)\n",
-            "                    request.request_id,\n                )\n",
+            "omni_connector.handoff.receiver",
+            "            learns = self._fails_by_block or request.request_id in told\n",
+            "            learns = True\n",
         ),
     ),
     mutant(

@@ -11,8 +11,8 @@ SHARING: Final = (
         "an engine that hands nothing off shares after a reset what it had before",
         (
             "omni_connector.vllm_v1.scheduler",
-            "            self._directory.void()\n",
-            "            pass\n",
+            "            slots, generations = self._directory.void()\n",
+            "            slots, generations = [], []\n",
         ),
         (
             "omni_connector.prefix.host_blocks",

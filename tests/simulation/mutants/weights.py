@@ -93,9 +93,9 @@ WEIGHTS: Final = (
         "what is computed meanwhile is kept",
         "blocks that are computed before the weights are known are kept under the former name",
         (
-            "omni_connector.vllm_v1.scheduler",
-            "            if known:  # else",
-            "            if True:  # else",
+            "omni_connector.prefix.shared_prefix",
+            "        if not step.known:\n",
+            "        if False:\n",
         ),
     ),
     mutant(
