@@ -20,7 +20,7 @@ FORMAT: Final = 1
 
 
 def document(reading: Reading, history: History) -> dict[str, Any]:
-    """Return the document that `--json` prints; docs/operations.md describes the fields."""
+    """Return the document that `--json` prints; docs/api.md describes the fields."""
 
     def told(engine: EngineStatus, rates: Rates | None) -> dict[str, Any]:
         whole = msgspec.to_builtins(engine)

@@ -133,7 +133,7 @@ def test_one_json_document_tells_all(make: Make, capsys: pytest.CaptureFixture[s
 
 
 def test_the_documented_fields_are_those_of_the_document(make: Make) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
     make()
     told = document(Reading.take("default"), History())
     fields = {*told, *told["engines"][0], *told["engines"][0]["usage"], *told["total"]}
