@@ -56,8 +56,8 @@ class BlockCopier(ABC):
     are all in other pipeline stages, slots store no bytes.
 
     Attributes:
-        speed: about how many times as many bytes it copies in a second as one core of the host. As
-            many more are copied at once, so that what jobs cost beside the copies stays small.
+        speed: how many times as many bytes jobs copy at once as where a core of the host copies.
+            What they cost beside the copies stays small then.
         layer_bytes: bytes of a layer that a save copies at once while it follows a forward pass.
             The host has few enough in the core's own cache still when it hashes them.
         pinned_at_once: bytes of slots that `pin` is given at once; 0 where it has no use for that.

@@ -249,5 +249,5 @@ class Saver:
 
 def batch_blocks(layout: SlotLayout, speed: int = 1) -> list[int]:
     """For each group the blocks that are copied in one go, before other jobs have their turn;
-    `speed` is that of the copier."""
+    `speed` is the copier's."""
     return [max(1, speed * BATCH_BYTES // max(1, size)) for size in layout.group_bytes]

@@ -450,9 +450,9 @@ class StagedCopier(BlockCopier):
             kernel to move all of them.
     """
 
-    speed = 16
+    speed = 32
     direct_bytes = 4 << 20
-    layer_bytes = 128 << 20
+    layer_bytes = 256 << 20
     pinned_at_once = 1 << 30
 
     def __init__(

@@ -49,11 +49,11 @@ def test_the_device_copies_on_while_slots_are_published(kv, simulated):
 
 def test_copies_by_layer_and_loads_beside_them_wait_for_what_they_copy_alone(simulated):
     save, load, by_layer, behind_ms, beside = simulated.figures(64 << 20)
-    assert save > 0.9
-    assert load > 0.9
+    assert save > 0.8
+    assert load > 0.8
     assert by_layer < save  # its layers are there one by one
     # After a pass of 256 ms a layer is left, and to hash all of them would take as long as two.
-    assert behind_ms < 0.15
+    assert behind_ms < 0.2
     assert beside > 0.99
 
 
