@@ -30,6 +30,7 @@ from omni_connector.copy.copier import BlockCopy
 from omni_connector.copy.layered import Forward
 from omni_connector.copy.pinning import Pinning
 from omni_connector.copy.staged import StagedCopier
+from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.testing import FakeClock
 from tests.kv.conftest import HostStream
 
@@ -189,8 +190,8 @@ class TimedStream(HostStream):
 class TimedCopier(StagedCopier):
     """A copier each of whose copies takes the host its time, too."""
 
-    def __init__(self, clock: Clock, *cache: Any) -> None:
-        super().__init__(*cache, TimedStream(clock))
+    def __init__(self, clock: Clock, canonical: CanonicalKVCaches, layout: SlotLayout) -> None:
+        super().__init__(canonical, layout, TimedStream(clock))
         self._clock = clock
 
     def _copy(self, copy: BlockCopy, saving: bool, *told: Any) -> NDArray[np.uint64] | None:
