@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,13 +20,10 @@ from omni_connector.config import OmniConfig
 from omni_connector.errors import ConfigError, OmniError
 from omni_connector.net.runtime import is_dead, namespace_dir
 from omni_connector.net.status import plain
-from omni_connector.prefix.explain import KIND, Tokenizer
+from omni_connector.prefix.explain import KIND, MAX_TOKENS, Tokenizer
 
 FORMAT: Final = 1
 """Version of the JSON document. It grows when a field is removed or changes its meaning."""
-
-MAX_TOKENS: Final = 1 << 20
-"""Longest prompt, in tokens."""
 
 _MAX_ENGINES: Final = 256
 """Most engines that are asked; it bounds the open connections."""
@@ -209,7 +206,7 @@ def explain(asking: Asking, namespace: str | None, engine: str, *, as_json: bool
         raise ConfigError("explain needs rich: pip install 'omni-connector[cli]', or --json")
     answer = ask(asking, name, engine)
     if as_json:
-        print(json.dumps({"format": FORMAT, **asdict(answer)}))
+        print(json.dumps({"format": FORMAT, **msgspec.to_builtins(answer)}))
     else:
         from omni_connector.cli.explain_view import show
 

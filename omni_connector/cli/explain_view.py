@@ -8,17 +8,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from omni_connector.cli.explained import (
-    ARENA,
-    HOST,
-    MISSING,
-    OWN,
-    STORE,
-    Answer,
-    Explanation,
-    Miss,
-)
+from omni_connector.cli.explained import Answer, Explanation
 from omni_connector.net.status import label, last_part
+from omni_connector.prefix.explain import ARENA, HOST, MISSING, OWN, STORE, UNKNOWN, Miss
 
 _RUNS: Final = 12
 """Most runs of blocks that are shown for one group; a table with more cannot be read."""
@@ -29,6 +21,7 @@ _PLACES: Final = {
     HOST: ("arena of", "cyan"),
     STORE: ("store", "blue"),
     MISSING: ("missing", "red"),
+    UNKNOWN: ("not known yet", "dim"),
 }
 _CAUSES: Final = {
     "never_seen": "never seen by this engine",
@@ -55,13 +48,8 @@ def screen(answer: Answer) -> RenderableType:
         table.add_row(
             Text.assemble(label(each.engine_id), "\n", (last_part(each.model), "dim")),
             _where(each),
-            Text("\n").join(
-                Text(f"{count} {_PLACES[source][0] if source != HOST else 'other arenas'}")
-                for source, count in each.sources.items()
-                if count
-            )
-            or Text("nothing", "dim"),
-            Text(f"{each.computed} of {each.tokens}"),
+            _loads(each),
+            Text("?" if each.computed is None else f"{each.computed} of {each.tokens}"),
             Text("-", "dim") if each.missing is None else _why(each.missing),
         )
     notes = [
@@ -69,6 +57,17 @@ def screen(answer: Answer) -> RenderableType:
     ]
     told: tuple[RenderableType, ...] = (table, *notes) if answer.engines else ()
     return Group(*told, *(Text(remark, "yellow") for remark in answer.remarks))
+
+
+def _loads(explanation: Explanation) -> Text:
+    lines = [
+        Text(f"{count} {_PLACES[source][0] if source != HOST else 'other arenas'}")
+        for source, count in explanation.sources.items()
+        if count
+    ]
+    if explanation.computed is None:
+        lines.append(Text(_PLACES[UNKNOWN][0], "dim"))
+    return Text("\n").join(lines) or Text("nothing", "dim")
 
 
 def _where(explanation: Explanation) -> Text:

@@ -131,7 +131,8 @@ class WeightsSaid:
 class WeightsEpoch:
     """The epoch of the weights: as long as it lasts, KV that was computed means what it meant.
 
-    The engine's thread calls this; any thread may read `name` and call `holds`.
+    The engine's thread calls this; any thread may read `name`, `problem`, `sharing_id` and
+    `unsettled`, and call `holds`.
 
     Args:
         pool: vLLM's blocks. Each reset of its prefix cache that succeeds gives it another table of
@@ -210,10 +211,10 @@ class WeightsEpoch:
     def noticed(self) -> bool:
         """Whether anything has happened since the last call with which the weights may be others.
         Then they are not `known`, unless the operator says that they never change."""
+        if not self._may_differ:
+            return False
         table = self._pool.cached_block_hash_to_block
         times = self._said.times
-        if table is self._table and times == self._noticed and not self._attempted:
-            return False
         if table is not self._table:
             self._table = table
             self.resets += 1
@@ -233,6 +234,20 @@ class WeightsEpoch:
         self._deadline = None
         self._answers.clear()
         return True
+
+    @property
+    def _may_differ(self) -> bool:
+        """Whether anything has happened since `noticed` with which the weights may be others."""
+        return (
+            self._pool.cached_block_hash_to_block is not self._table
+            or self._said.times != self._noticed
+            or self._attempted
+        )
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether the next request shows which weights the engine has now. Any thread may ask."""
+        return not self.known or (not self._fixed and self._may_differ)
 
     def ask(self, *, computes: bool = False) -> None:
         """The engine schedules requests: the weights are now those that they will be computed

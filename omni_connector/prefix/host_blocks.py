@@ -8,7 +8,7 @@ leased. A reader notices by generation and key that a block was evicted before i
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,6 +152,19 @@ class Wanted:
         """A copy in which the blocks outside of `part` are null blocks, so that they are not
         filled."""
         return replace(self, block_ids=np.where(part, self.block_ids, NULL_BLOCK_ID))
+
+
+class Hit(NamedTuple):
+    """Slots that are read.
+
+    Attributes:
+        engine: whose they are.
+        slots, generations: of each, the beginning of the prompt first. Both int64 `(n,)`.
+    """
+
+    engine: Neighbour
+    slots: Ints
+    generations: Ints
 
 
 class HostBlocks:
@@ -301,12 +314,13 @@ class HostBlocks:
 
     def loads(
         self, request_id: str, found: Found, wanted: Sequence[Wanted]
-    ) -> tuple[list[tuple[HostLoadSpec, bool]], list[Wanted]]:
-        """Make the jobs that load blocks from the arenas of this host, one for each engine.
+    ) -> tuple[list[tuple[HostLoadSpec, Hit]], list[Wanted]]:
+        """Make the jobs that load blocks from the arenas of this host, one for each engine. Any
+        thread may call this.
 
         Returns:
-            The jobs, each with whether it reads this engine's own arena; and the blocks that no
-            engine has: `wanted`, with null blocks for blocks that the jobs fill.
+            The jobs, each with what to pass to `hit` when it starts; and the blocks that no engine
+            has: `wanted`, with null blocks for blocks that the jobs fill.
         """
         owners = [
             _padded(of.owners, each, NOBODY) for each, of in zip(wanted, found.groups, strict=True)
@@ -322,14 +336,13 @@ class HostBlocks:
         specs = []
         for number in loading:
             parts = [each.only(of == number) for each, of in zip(wanted, whose, strict=True)]
-            spec = self._load(request_id, found, number, parts)
-            specs.append((spec, found.engines[number].own))
+            specs.append(self._load(request_id, found, number, parts))
         left = [each.only(of == NOBODY) for each, of in zip(wanted, whose, strict=True)]
         return specs, left
 
     def _load(
         self, request_id: str, found: Found, number: int, parts: Sequence[Wanted]
-    ) -> HostLoadSpec:
+    ) -> tuple[HostLoadSpec, Hit]:
         spans: list[tuple[int, Ints]] = []
         of_generations: list[Ints] = []
         read: list[Bools] = []
@@ -345,8 +358,7 @@ class HostBlocks:
         of_slots = np.concatenate([of for _, of in spans])
         generations = np.concatenate(of_generations)
         used = np.concatenate(read)
-        self._hit(engine, of_slots[used], generations[used])
-        return HostLoadSpec(
+        spec = HostLoadSpec(
             request_id=request_id,
             blocks=BlockSpans.of([(part.first, part.block_ids) for part in parts]),
             slots=BlockSpans.of(spans),
@@ -357,12 +369,14 @@ class HostBlocks:
             timeout=self._load_timeout,
             own=engine.own,
         )
+        return spec, Hit(engine, of_slots[used], generations[used])
 
     def avoid(self, load: HostLoadSpec) -> None:
         """Leave the engine of this load out of look-ups for a while, as it does not answer."""
         self._neighbours.avoid(load.arenas)
 
-    def _hit(self, engine: Neighbour, slots: Ints, generations: Ints) -> None:
+    def hit(self, engine: Neighbour, slots: Ints, generations: Ints) -> None:
+        """Count slots as used; see `Hit`."""
         # Backwards, so that the beginning of a prompt is evicted last.
         if engine.own:
             touch(self._pool, slots[::-1], generations[::-1])
@@ -501,7 +515,7 @@ class HostBlocks:
         for number in np.unique(owners[~lacks]).tolist():
             theirs = owners == number
             slots = found.slots[:, theirs].ravel()
-            self._hit(engines[number], slots, found.generations[:, theirs].ravel())
+            self.hit(engines[number], slots, found.generations[:, theirs].ravel())
         return lacks
 
     def _lacking(self, group: int, filled: FilledBlocks) -> tuple[FilledBlocks, Tags]:

@@ -6,16 +6,17 @@ job at its deadline (`copy.loading` of an arena, `prefix.store_jobs` of the stor
 the others are revoked, and nothing more is loaded for the prompt: vLLM computes it.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from omni_connector.copy.held_blocks import CANCELLED, CopyLedger, EngineRequest
 from omni_connector.copy.prefix_jobs import HostLoadSpec, StoreLoadSpec
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, shares
-from omni_connector.prefix.host_blocks import HostBlocks, Wanted
+from omni_connector.prefix.host_blocks import Hit, HostBlocks, Wanted
 from omni_connector.prefix.key_prefix import KeyPrefix
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
@@ -24,6 +25,22 @@ from omni_connector.stores.shared_blocks import CORRUPT, BlockName
 
 BlockTables = Sequence[Sequence[int]]
 """The block ids of one request, for each of vLLM's groups."""
+
+
+class _Load(NamedTuple):
+    """One job of a load.
+
+    Attributes:
+        spec: what it copies.
+        counter: what its tokens are counted as.
+        names: of all loaded blocks, where it is from the store; else None.
+        hit: the slots that it reads, where it is from an arena; else None.
+    """
+
+    spec: TransferSpec
+    counter: str
+    names: list[BlockName] | None = None
+    hit: Hit | None = None
 
 
 class PrefixLoads:
@@ -66,24 +83,45 @@ class PrefixLoads:
     def start(self, prompt: SharedPrompt, tables: BlockTables, start: int, end: int) -> None:
         """Load the tokens from `start` to `end` of a prompt, from the arenas and the store.
 
+        Args:
+            tables: the block tables of its request.
+        """
+        prompt.failure = None
+        prompt.from_tail = end - max(start, end // self._groups.unit * self._groups.unit)
+        for load, tokens in self._divided(prompt, tables, start, end):
+            prompt.sources[load.counter] = prompt.sources.get(load.counter, 0) + tokens
+            if self._host is not None and load.hit is not None:
+                self._host.hit(*load.hit)
+            self._start_job(prompt, load, tokens)
+
+    def sources(self, prompt: SharedPrompt, start: int, end: int) -> dict[str, int]:
+        """How many tokens of such a load are counted as what. Any thread may call this."""
+        counts: Counter[str] = Counter()
+        if end > start:
+            blocks = max(shape.num_blocks(end) for shape in self._groups.shapes)
+            tables = [[NULL_BLOCK_ID + 1] * blocks] * (max(self._groups.ids) + 1)
+            for load, tokens in self._divided(prompt, tables, start, end):
+                counts[load.counter] += tokens
+        return counts
+
+    def _divided(
+        self, prompt: SharedPrompt, tables: BlockTables, start: int, end: int
+    ) -> Iterable[tuple[_Load, int]]:
+        """The jobs of a load, each with its tokens; arguments as for `start`.
+
         Blocks that an arena has are loaded from there, all others from the store:
 
             block           0      1      2      3
             an arena has    yes    no     yes    no
             host load       10     null   12     null
             store load      null   11     null   13
-
-        Args:
-            tables: the block tables of its request.
         """
         request_id = prompt.request.request_id
         tail: list[bytes] = []
         if prompt.tail is not None and prompt.tail.end == end:
             tail.append(prompt.tail.name)
         wanted = self._wanted(prompt, tables, start, end, tail)
-        prompt.failure = None
-        prompt.from_tail = end - max(start, end // self._groups.unit * self._groups.unit)
-        loads: list[tuple[TransferSpec, str]] = []
+        loads: list[_Load] = []
         if self._host is not None and prompt.found is not None:
             keyed = []
             for each in wanted:
@@ -91,12 +129,14 @@ class PrefixLoads:
                 # The name of a tail is its key.
                 keyed.append(replace(each, hashes=prompt.keys(full) + tail))
             specs, left = self._host.loads(request_id, prompt.found, keyed)
-            loads += [(spec, "tokens_kept" if own else "tokens_from_host") for spec, own in specs]
+            loads += [
+                _Load(spec, "tokens_kept" if spec.own else "tokens_from_host", None, hit)
+                for spec, hit in specs
+            ]
             wanted = [
                 replace(each, block_ids=rest.block_ids)
                 for each, rest in zip(wanted, left, strict=True)
             ]
-        names: list[BlockName] = []
         if any(each.block_ids.any() for each in wanted):
             names = [(g, key) for g, each in enumerate(wanted) for key in each.hashes]
             store_load = StoreLoadSpec(
@@ -106,11 +146,9 @@ class PrefixLoads:
                 hashes=[key for each in wanted for key in [b""] * each.begin + each.hashes],
                 timeout=self._timeout,
             )
-            loads.append((store_load, "tokens_shared"))
-        by_load = shares(end - start, [spec.blocks for spec, _ in loads])
-        for (spec, counter), tokens in zip(loads, by_load, strict=True):
-            prompt.sources[counter] = prompt.sources.get(counter, 0) + tokens
-            self._start_job(prompt, spec, counter, tokens, names)
+            loads.append(_Load(store_load, "tokens_shared", names))
+        by_load = shares(end - start, [load.spec.blocks for load in loads])
+        return zip(loads, by_load, strict=True)
 
     def _wanted(
         self,
@@ -143,20 +181,15 @@ class PrefixLoads:
             wanted.append(Wanted(first, block_ids, read, [*names, *tail]))
         return wanted
 
-    def _start_job(
-        self,
-        prompt: SharedPrompt,
-        spec: TransferSpec,
-        counter: str,
-        tokens: int,
-        names: list[BlockName],
-    ) -> None:
+    def _start_job(self, prompt: SharedPrompt, load: _Load, tokens: int) -> None:
+        spec, counter = load.spec, load.counter
+
         def end(failure: str | None) -> None:
             prompt.jobs.discard(job_id)
             if failure is None:
                 self._stats.count(counter, 0 if prompt.void else tokens)
             else:
-                self._load_failed(prompt, failure, names if counter == "tokens_shared" else None)
+                self._load_failed(prompt, failure, load.names)
                 if isinstance(spec, HostLoadSpec) and self._host and failure == UNREACHABLE:
                     self._host.avoid(spec)
             if not prompt.jobs:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from omni_connector.kv.shapes import GroupShape, leading_group
+from omni_connector.prefix.explain import Miss
 from omni_connector.prefix.prompts import SharedPrompt
 from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.runtime.stats import Stats
@@ -42,7 +43,7 @@ class Misses:
         # For the tokens of a prompt's first block (their hash): its last key. The key differs from
         # the next one if the prompt comes with another salt or adapter.
         self._beginnings: BoundedMap[int, bytes] = BoundedMap(_MAX_BEGINNINGS)
-        self._lock = threading.Lock()  # of `_beginnings`, which `explained` reads on another thread
+        self._lock = threading.Lock()  # of `_beginnings`, which `missing` reads on another thread
 
     def admitted(self, prompt: SharedPrompt, start: int, end: int, known: int = 0) -> None:
         """vLLM has admitted a prompt: its own cache has the tokens before `start`, and we load
@@ -68,20 +69,19 @@ class Misses:
             self._stats.count("tokens_cached", start)
         if not prompt.hashes[self._group]:
             return
-        seen_as_other = self._begins(prompt)
-        last = prompt.last_reachable(prompt.request.num_prompt_tokens, self._unit)
-        if end < last:
-            cause = self._cause(prompt, end // self._block_size, seen_as_other)
-            self._stats.miss(cause, last - end)
-
-    def _begins(self, prompt: SharedPrompt) -> bool:
-        """Remember the first block; returns whether its tokens had another key before."""
-        tokens = hash(tuple(prompt.request.all_token_ids[: self._block_size]))
-        key = prompt.keys(prompt.names[self._group][:1])[0]
+        tokens, key = self._beginning(prompt)
         with self._lock:
             seen_as = self._beginnings.get(tokens, key)
             self._beginnings[tokens] = key
-        return seen_as != key
+        last = prompt.last_reachable(prompt.request.num_prompt_tokens, self._unit)
+        if end < last:
+            cause = self._cause(prompt, end // self._block_size, seen_as != key)
+            self._stats.miss(cause, last - end)
+
+    def _beginning(self, prompt: SharedPrompt) -> tuple[int, bytes]:
+        """The first block of a prompt: its tokens (their hash), and its key."""
+        tokens = hash(tuple(prompt.request.all_token_ids[: self._block_size]))
+        return tokens, prompt.keys(prompt.names[self._group][:1])[0]
 
     def _cause(self, prompt: SharedPrompt, block: int, seen_as_other: bool) -> str:
         """Why this block of a prompt, the first missing one, is missing."""
@@ -90,22 +90,25 @@ class Misses:
         if prompt.late:
             return "too_late"
         key = prompt.keys(prompt.names[self._group][block : block + 1])
-        return self._why(block, key, seen_as_other)
-
-    def _why(self, block: int, key: Sequence[bytes], seen_as_other: bool) -> str:
-        if key and self._evicted(self._group, key[0]):
+        if key and self.evicted(key[0]):
             return "evicted"
         return "other_salt" if block == 0 and seen_as_other else "never_seen"
 
-    def explained(self, *, block: int, key: bytes, beginning: Sequence[int], first: bytes) -> str:
-        """The cause if a prompt missed this block. Changes nothing; any thread may call this.
+    def evicted(self, key: bytes) -> bool:
+        """Whether the block with this key, of the group by which misses are counted, was evicted
+        lately. Any thread may ask."""
+        return self._evicted(self._group, key)
 
-        Args:
-            block: index of the missing block.
-            key: of the missing block.
-            beginning: tokens of the prompt's first block.
-            first: key of the prompt's first block.
-        """
+    def missing(self, prompt: SharedPrompt, end: int) -> tuple[Miss, bytes] | None:
+        """What a prompt misses of which vLLM has, or loads, the tokens before `end`, and the key of
+        its block; None if it misses nothing. Changes nothing; any thread may ask."""
+        last = prompt.last_reachable(prompt.request.num_prompt_tokens, self._unit)
+        if end >= last or not prompt.hashes[self._group]:
+            return None
+        block = end // self._block_size
+        tokens, first = self._beginning(prompt)
         with self._lock:
-            seen_as = self._beginnings.get(hash(tuple(beginning)), first)
-        return self._why(block, [key], seen_as != first)
+            seen_as = self._beginnings.get(tokens, first)
+        cause = self._cause(prompt, block, seen_as != first)
+        (key,) = prompt.keys(prompt.names[self._group][block : block + 1])
+        return Miss(block, end, last - end, cause), key

@@ -26,7 +26,7 @@ from omni_connector.copy.held_blocks import EngineBlock, RequestBlocks
 from omni_connector.errors import OmniError
 from omni_connector.kv.tails import Tail
 from omni_connector.prefix.block_changes import BlockChanges
-from omni_connector.prefix.explain import ExplainedEngine, Explainer
+from omni_connector.prefix.explainer import ExplainedEngine, Explainer
 from omni_connector.prefix.hints import NO_HINTS, Hints
 from omni_connector.prefix.host_blocks import Found, HostBlocks
 from omni_connector.prefix.key_prefix import KeyPrefix
@@ -119,16 +119,7 @@ class SharedPrefix(Product):
     def explain(self, engine: ExplainedEngine) -> None:
         """Answer `omni-connector explain` from now on, until this is closed."""
         try:
-            self._explainer = Explainer(
-                engine,
-                host=self._host,
-                lookups=self._lookups,
-                tails=self._tails,
-                misses=self._misses,
-                prefix=lambda: self._prefix.current,
-                alone=lambda: self._prefix.is_own,
-                clock=self._clock,
-            )
+            self._explainer = Explainer(engine, self, self._misses, self._host, self._prefix)
         except OmniError as error:
             logger.warning("`omni-connector explain` does not know this engine: %s", error)
 
@@ -163,14 +154,15 @@ class SharedPrefix(Product):
             opaque=_opaque_parts(request),
         )
         self._prompts[prompt] = None
-        self._look_up(prompt)
+        self.look_up(prompt)
 
     def _thoughts(self, hints: Hints) -> Thoughts | None:
         """What finds the thoughts in an answer that is kept up to these; None if it is kept."""
         keeps = hints.thinking == "keep" or (hints.thinking is None and hints.keeps_here)
         return None if keeps or self._thinking is None else Thoughts(self._thinking)
 
-    def _look_up(self, prompt: SharedPrompt) -> None:
+    def look_up(self, prompt: SharedPrompt) -> None:
+        """Begin to look a prompt up, in the store. Any thread may call this, of its own request."""
         prompt.admitted = False
         prompt.local = None
         prompt.found = None
@@ -192,6 +184,7 @@ class SharedPrefix(Product):
             self._lookups.ask(prompt.lookup)
 
     def offer(self, state: "RequestState", num_computed: int) -> int | None:
+        # Any thread may call this, of its own request.
         if state.prefix is None:
             return 0
         found = self.matched_tokens(state.prefix, num_computed)
@@ -206,7 +199,7 @@ class SharedPrefix(Product):
             prompt.local = num_computed
             return 0
         if prompt.admitted:  # and preempted since then
-            self._look_up(prompt)
+            self.look_up(prompt)
         now = self._clock()
         if prompt.local == num_computed:  # vLLM asks again because it had no room
             if now < prompt.looked_at + _FRESH_S:
@@ -243,7 +236,8 @@ class SharedPrefix(Product):
             prompt.waits = now < asked.deadline
             if prompt.waits:
                 return None
-            self._stats.fail("store_lookup_timeout")
+            if prompt in self._prompts:  # else nobody but `omni-connector explain` asks
+                self._stats.fail("store_lookup_timeout")
             prompt.lookup = None
             prompt.late = True
         prompt.tail = None
@@ -375,7 +369,7 @@ class SharedPrefix(Product):
             self._host.rename(self._prefix.in_arenas)
         for prompt in self._prompts:
             if prompt.loads and not prompt.admitted and not prompt.jobs:
-                self._look_up(prompt)
+                self.look_up(prompt)
 
     def suspend(self, states: Iterable["RequestState"]) -> None:
         # Nothing is found or loaded before it is known. Blocks that have filled and are not being

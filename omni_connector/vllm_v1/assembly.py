@@ -48,7 +48,7 @@ from omni_connector.net.peers import Peers, parse_listen
 from omni_connector.net.runtime import is_dead, loopback_key, runtime_dir, socket_path, tidy
 from omni_connector.net.status import EngineStatus, StatusReport, Usage
 from omni_connector.plugin import require_supported_vllm
-from omni_connector.prefix.explain import ExplainedEngine
+from omni_connector.prefix.explainer import ExplainedEngine
 from omni_connector.prefix.host_blocks import HostBlocks, touch
 from omni_connector.prefix.key_prefix import KeyPrefix
 from omni_connector.prefix.loads import PrefixLoads
@@ -541,21 +541,21 @@ class _Assembly:
             replay=replay(self._kv_cache_config),
         )
         if surroundings.explains:
-            shared.explain(self._explained_engine())
+            shared.explain(self._explained_engine(groups))
         return shared
 
-    def _explained_engine(self) -> ExplainedEngine:
+    def _explained_engine(self, groups: SharedGroups) -> ExplainedEngine:
         return ExplainedEngine(
             folder=self._folder,
             engine_id=self._engine_id,
             compatibility=self._shared_with,
             hash_id=self._hash_id,
+            name=self._ours.model,
             model=self._vllm_config.model_config,
-            hash_block_size=self._hash_block_size,
-            group_ids=self._group_ids,
+            groups=groups,
             hash_tokens=token_hasher(self._vllm_config, self._hash_block_size),
             cached=self._manager.block_pool.get_cached_block,
-            weights=lambda: self._weights.sharing_id or "",
+            weights=self._weights,
         )
 
     def _key_prefixes(self, weights: str) -> tuple[str, str]:

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`omni-connector explain`, asking an engine that hashes by itself and caches some blocks."""
 
-import contextlib
-import dataclasses
 import io
 import json
 import random
 import re
 import socket
-import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,29 +23,22 @@ from omni_connector.cli.explained import (
     Answer,
     AskedEngine,
     Explanation,
-    FoundTail,
-    Miss,
     explained,
 )
 from omni_connector.cli.main import main
 from omni_connector.errors import ConfigError, OmniError
-from omni_connector.net.packets import MAX_MESSAGE_BYTES, read_answer
+from omni_connector.net.packets import read_answer
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE, runtime_dir
 from omni_connector.net.status import EngineStatus, StatusFile
 from omni_connector.prefix.explain import (
-    BLOCKS_AT_ONCE,
-    AskCause,
     AskEngine,
-    AskHashes,
-    AskPlaces,
-    AskStored,
-    Cause,
-    Explainer,
-    Hashes,
-    Places,
-    Stored,
+    Explained,
+    FoundTail,
+    Miss,
+    ThisEngine,
     Tokenizer,
 )
+from omni_connector.prefix.explainer import Explainer
 from tests.hostile import explain as hostile
 from tests.hostile.mutation import distort_msgpack
 
@@ -123,6 +112,7 @@ def test_the_documented_fields_are_those_of_the_document(
 def test_a_prompt_of_any_length(asked: AskedEngine, length: int) -> None:
     found = explained(asked, [], list(range(length)), "s")
     assert found.tokens == length
+    assert found.computed is not None
     assert found.computed >= 1
     assert found.computed + sum(found.sources.values()) == length
     if found.missing is not None:
@@ -146,75 +136,64 @@ def test_a_prompt_of_too_many_tokens_is_called_so(
     assert "from 1 to 99 tokens, not 100" in capsys.readouterr().err
 
 
-class ManyGroups:
-    """Answers for an engine with many groups of many blocks; the store has some of them.
+@pytest.fixture
+def at(asked: AskedEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AskedEngine]:
+    """Makes engines at sockets of the host that differ from `asked`, and that have nothing."""
 
-    Args:
-        engine: answers the rest.
-        groups: of the engine: each second one keeps a window.
-        held: how many of the blocks of each group the store holds.
-        longest: of its blocks' hashes, in bytes.
-    """
+    class Stub:
+        def __init__(self, this: ThisEngine) -> None:
+            self.this = this
 
-    def __init__(self, engine: Explainer, groups: int, held: int, longest: int = 32) -> None:
-        this = engine.answer(AskEngine())[0]
-        full, window = this.groups  # type: ignore[attr-defined]
-        self.this = msgspec.structs.replace(this, groups=(full, window) * (groups // 2))
-        self.held = held
-        self.bytes = longest
-        self.largest = 0
-        self.asked: Counter[int] = Counter()
+        def ask(self, question: Any, answers: Any, deadline: float) -> tuple[Any, None]:
+            known = not (self.this.alone and self.this.unsettled)
+            found = Explained(known=known, sources={}, groups=((), ()))
+            return self.this if isinstance(question, AskEngine) else found, None
 
-    def ask(self, question: Any, answers: Any, deadline: float) -> tuple[Any, None]:
-        self.largest = max(self.largest, len(msgspec.msgpack.encode(question)))
-        packet = msgspec.msgpack.encode(self.answer(question))
-        self.largest = max(self.largest, len(packet))
-        return read_answer(packet, [], answers)[0], None
+    def make(socket: str, **changes: Any) -> AskedEngine:
+        this = msgspec.structs.replace(
+            asked.engine, engine_id=socket, socket=socket, shares=True, **changes
+        )
+        monkeypatch.setattr(explained_module, "Connection", lambda path, deadline: Stub(this))
+        return AskedEngine(Path(socket))
 
-    def answer(self, question: Any) -> Any:
-        match question:
-            case AskHashes():
-                first = 0 if question.after is None else int.from_bytes(question.after[-8:]) + 1
-                count = len(question.tokens) // self.this.hash_block_size  # type: ignore[attr-defined]
-                return Hashes(tuple(n.to_bytes(self.bytes) for n in range(first, first + count)))
-            case AskPlaces():
-                nobody = len(question.hashes)
-                return Places((False,) * nobody, (-1,) * nobody, ())
-            case AskStored():
-                self.asked[question.group] += len(question.hashes)
-                return Stored(tuple(int.from_bytes(h) < self.held for h in question.hashes))
-            case AskCause():
-                return Cause("never_seen")
-        return self.this
-
-    def close(self) -> None:
-        pass
+    return make
 
 
-def test_of_many_groups_and_blocks_a_summary_is_made(
-    engine: Explainer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, None),
+        ({"alone": True, "unsettled": True}, "the weights of it are not known yet"),
+        ({"alone": True}, "the weights of it are not known"),
+        ({"weights": "others"}, "it has other weights in its memory"),
+        ({"traits": {}, "alone": True}, "another model: None, here 'm@1'"),
+    ],
+)
+def test_an_engine_is_shared_with_or_apart_and_never_both(
+    at: Callable[..., AskedEngine], changes: dict[str, Any], why: str | None
 ) -> None:
-    blocks = 4096
-    many = ManyGroups(engine, groups=20, held=blocks, longest=64)
-    monkeypatch.setattr(explained_module, "Connection", lambda path, deadline: many)
-    monkeypatch.setattr(explained_module, "_IN_ALL_S", 3600.0)
-    found = explained(AskedEngine(Path("many")), [], [7] * (16 * blocks + 1), None)
-    assert found.sources["store"] == 16 * blocks
-    assert [len(group["runs"]) for group in found.groups] == [1] * 20
-    assert many.largest < MAX_MESSAGE_BYTES
+    other = at("i-2", **changes)
+    found = explained(at("i-1", neighbours=("i-2", "i-3")), [other], TOKENS, None)
+    assert found.apart.get("i-2") == why
+    assert found.shares_with == (["i-2", "i-3"] if why is None else ["i-3"])
 
 
-def test_what_no_prefix_reaches_is_not_asked_of_the_store(
-    engine: Explainer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("changes", "remark"),
+    [
+        ({"alone": True, "problem": "\x1b"}, "that it shares with nobody: ?"),
+        ({"alone": True, "unsettled": True}, "its weights are not known yet"),
+        ({"unsettled": True}, "its weights may be others"),
+    ],
+)
+def test_what_is_not_known_of_weights_is_said(
+    at: Callable[..., AskedEngine], changes: dict[str, Any], remark: str
 ) -> None:
-    blocks, held = 20 * BLOCKS_AT_ONCE, 100
-    many = ManyGroups(engine, groups=4, held=held)
-    monkeypatch.setattr(explained_module, "Connection", lambda path, deadline: many)
-    monkeypatch.setattr(explained_module, "_IN_ALL_S", 3600.0)
-    found = explained(AskedEngine(Path("many")), [], [7] * (16 * blocks), None)
-    assert found.sources["store"] == 16 * held
-    assert many.asked[0] <= BLOCKS_AT_ONCE
-    assert many.asked[1] == many.asked[2] == many.asked[3] == held
+    found = explained(at("i-1", neighbours=("i-2",), **changes), [at("i-2")], TOKENS, None)
+    (said,) = found.remarks
+    assert remark in said
+    assert (found.computed is None) == ("not known yet" in remark)
+    assert (found.shares_with == []) == changes.get("alone", False)
 
 
 def test_an_engine_that_answers_nonsense_is_an_error_of_ours(
@@ -344,19 +323,7 @@ def test_an_engine_whose_tokenizer_is_not_here_is_a_remark(
         return ids(asking, tokenizer)
 
     monkeypatch.setattr(Asking, "ids", once)
-    other = dataclasses.replace(engine._engine, engine_id="another")
-    with contextlib.closing(
-        Explainer(
-            other,
-            host=None,
-            lookups=None,
-            tails=None,
-            misses=engine._misses,
-            prefix=str,
-            alone=lambda: False,
-            clock=time.monotonic,
-        )
-    ):
+    with hostile.explainer("another", engine._engine.folder):
         document = told(capsys, "--tokens", "1,2,3")
     assert len(document["engines"]) == 1
     assert "it is not here" in " ".join(document["remarks"])
@@ -423,7 +390,7 @@ def test_where_there_is_no_engine_other_namespaces_are_named(
 
 
 def test_the_table_has_a_row_for_each_engine() -> None:
-    miss = Miss(2, 32, 48, "evicted", ["b"])
+    miss = Miss(2, 32, 48, "evicted", ("b",))
     run = {"first_block": 0, "blocks": 1, "first_token": 0, "end_token": 16, "engine": ""}
     runs = [{**run, "source": source} for source in ("own", "arena", "store", "missing")]
     runs.append({**run, "source": "host", "engine": "b"})

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `omni-connector explain` asks engines, and what they answer."""
 
+import dataclasses
 import hashlib
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -15,32 +17,35 @@ from typing import Any, Final
 import msgspec
 
 from omni_connector.errors import OmniError
+from omni_connector.identity.epochs import WeightsEpoch
 from omni_connector.net.packets import Refusal, read_answer
 from omni_connector.prefix.explain import (
     ANSWERS,
     QUESTIONS,
-    AskCause,
     AskEngine,
-    AskHashes,
-    AskPlaces,
-    AskStored,
-    AskStoredTail,
-    AskTail,
-    ExplainedEngine,
-    Explainer,
-    StoredTail,
-    TailPlace,
+    AskEvicted,
+    AskPrompt,
+    Explained,
+    FoundTail,
+    Later,
+    Miss,
 )
+from omni_connector.prefix.explainer import ExplainedEngine, Explainer
+from omni_connector.prefix.key_prefix import KeyPrefix
+from omni_connector.prefix.loads import PrefixLoads
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.misses import Misses
+from omni_connector.prefix.prompts import SharedGroups
+from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.runtime.context import PROCESS_CONTEXT
+from omni_connector.runtime.stats import NO_STATS
 from tests.hostile.control import compatibility
 from tests.hostile.mutation import damage, distort_msgpack
 from tests.hostile.trial import Parser
 from tests.simulation.surroundings.memory import Shelf, SimulatedStore
 
 _BLOCK: Final = 16
-_TOKENS: Final = list(range(2 * _BLOCK))
+_TOKENS: Final = list(range(2 * _BLOCK + 1))
 
 
 def _hash(tokens: list[int], salt: str | None, after: bytes | None) -> Sequence[bytes]:
@@ -54,50 +59,80 @@ def _hash(tokens: list[int], salt: str | None, after: bytes | None) -> Sequence[
 
 
 @contextmanager
-def explainer(engine_id: str = "e") -> Iterator[Explainer]:
-    """An engine with a store in which nothing is, and with some blocks in its own KV cache."""
+def explainer(
+    engine_id: str = "e",
+    folder: Path | None = None,
+    *,
+    lookups: Any = None,
+    clock: Callable[[], float] = time.monotonic,
+    **changes: Any,
+) -> Iterator[Explainer]:
+    """An engine with a store in which nothing is, and with some blocks in its own KV cache.
+
+    Args:
+        lookups: in the place of those of this store.
+        changes: of `ExplainedEngine`.
+    """
     key = compatibility()
-    stats: Any = None
-    with TemporaryDirectory(prefix="omni-", dir="/tmp") as folder:
+    groups = SharedGroups(key.groups, (0, 1), _BLOCK)
+    weights = WeightsEpoch(SimpleNamespace(cached_block_hash_to_block={}), fixed=True, named=True)
+    prefix = KeyPrefix(lambda weights: ("p", "p"), bytes)
+    prefix.follow("w")
+    nothing: Any = None  # is copied
+    with ExitStack() as closed:
+        if folder is None:
+            folder = Path(closed.enter_context(TemporaryDirectory(prefix="omni-", dir="/tmp")))
+        if lookups is None:
+            store = SimulatedStore(Shelf())
+            lookups = StoreLookups(store, key.stages, 1, PROCESS_CONTEXT)
+            closed.callback(lookups.close)
         engine = ExplainedEngine(
-            folder=Path(folder),
+            folder=folder,
             engine_id=engine_id,
+            name="m@main",
             compatibility=key,
             hash_id="sha256:16:",
             model=SimpleNamespace(tokenizer="t", tokenizer_revision=None, trust_remote_code=False),
-            hash_block_size=_BLOCK,
-            group_ids=(0, 1),
+            groups=groups,
             hash_tokens=_hash,
             cached=lambda block_hash, groups: block_hash[0] < 128 or None,
+            weights=weights,
         )
-        lookups = StoreLookups(SimulatedStore(Shelf()), key.stages, 1, PROCESS_CONTEXT)
-        answers = Explainer(
-            engine,
+        loads = PrefixLoads(
             host=None,
             lookups=lookups,
-            tails=None,
-            misses=Misses(key.groups, _BLOCK, lambda group, key: key[0] > 200, stats),
-            prefix=lambda: "p",
-            alone=lambda: False,
-            clock=time.monotonic,
+            ledger=nothing,
+            groups=groups,
+            prefix=prefix,
+            timeout=1.0,
+            stats=NO_STATS,
         )
-        try:
-            yield answers
-        finally:
-            answers.close()
-            lookups.close()
+        shared = SharedPrefix(
+            host=None,
+            lookups=lookups,
+            loads=loads,
+            saves=nothing,
+            groups=groups,
+            tails=None,
+            prefix=prefix,
+            followed_hints=frozenset(),
+            thinking=None,
+            lookup_timeout=5.0,
+            context=dataclasses.replace(PROCESS_CONTEXT, clock=clock),
+        )
+        misses = Misses(key.groups, _BLOCK, lambda group, key: key[0] > 200, NO_STATS)
+        answers = Explainer(dataclasses.replace(engine, **changes), shared, misses, None, prefix)
+        closed.callback(answers.close)
+        yield answers
 
 
 def _honest() -> list[msgspec.Struct]:
-    hashes = tuple(_hash(_TOKENS, None, None))
     return [
         AskEngine(),
-        AskHashes(None, _TOKENS, "salt"),
-        AskHashes(hashes[0], _TOKENS),
-        AskPlaces(0, hashes),
-        AskPlaces(1, hashes),
-        AskStored(5, 1, hashes),
-        AskCause(1, hashes[1], _TOKENS[:_BLOCK], hashes[0]),
+        AskPrompt(5, 0, _TOKENS, "salt"),
+        AskPrompt(6, 0, _TOKENS, whole=True),
+        AskPrompt(6, len(_TOKENS), whole=True),
+        AskEvicted(b"x" * 32),
     ]
 
 
@@ -109,11 +144,7 @@ def _distorted(corpus: Sequence[bytes], rng: random.Random) -> bytes:
 def questions() -> Iterator[Parser]:
     """What an engine is asked."""
     with explainer() as engine:
-        of_tails = [
-            AskTail(b"x" * 32, _TOKENS[:9], "salt"),
-            AskStoredTail(7, b"x" * 32, _TOKENS[:9], "salt"),
-        ]
-        corpus = [msgspec.msgpack.encode(each) for each in (*_honest(), *of_tails)]
+        corpus = [msgspec.msgpack.encode(each) for each in _honest()]
 
         def parse(packet: bytes) -> bool:
             answer, descriptor = engine.answer(QUESTIONS.decode(packet))
@@ -122,8 +153,10 @@ def questions() -> Iterator[Parser]:
             assert len(msgspec.msgpack.encode(answer)) < 1 << 19
             return True
 
+        tickets = count(1 << 32)
+
         def alive() -> None:
-            for question in _honest():
+            for question in (AskEngine(), AskPrompt(next(tickets), 0, _TOKENS)):
                 assert not isinstance(engine.answer(question)[0], Refusal)
 
         errors = (OmniError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -134,9 +167,17 @@ def questions() -> Iterator[Parser]:
 def answers() -> Iterator[Parser]:
     """What an engine answers."""
     with explainer() as engine:
-        told = [engine.answer(each)[0] for each in _honest()]
-        told += [TailPlace(0), TailPlace(7, ("", "i-0123456789abcdef"))]
-        told += [StoredTail(None), StoredTail(7)]
+        told = [engine.answer(AskEngine())[0], engine.answer(AskEvicted(b"x" * 32))[0], Later()]
+        told.append(
+            Explained(
+                known=True,
+                sources={"own": 16, "host": 16},
+                groups=((("own", "", 1), ("host", "i-0123456789abcdef", 4)), ()),
+                tail=FoundTail(1, 16, 20, "arena"),
+                missing=Miss(2, 64, 16, "never_seen"),
+                key=b"x" * 32,
+            )
+        )
         corpus = [msgspec.msgpack.encode(each) for each in told]
 
         def parse(packet: bytes) -> bool:

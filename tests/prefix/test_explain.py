@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine answers over its socket where blocks of a prompt are, and refuses what it cannot."""
+"""An engine answers over its socket what a request with a prompt would find."""
 
 import time
 from collections.abc import Iterator
@@ -10,29 +10,23 @@ from typing import Any
 import pytest
 
 from omni_connector.errors import OmniError, PeerRefusedError, TransportError
-from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.runtime import socket_path
 from omni_connector.net.unix import Connection
 from omni_connector.prefix.explain import (
     ANSWERS,
     KIND,
-    AskCause,
     AskEngine,
-    AskHashes,
-    AskPlaces,
-    AskStored,
-    ExplainedEngine,
-    Explainer,
-    Places,
+    AskEvicted,
+    AskPrompt,
+    Later,
     ThisEngine,
 )
+from omni_connector.prefix.explainer import Explainer
 from omni_connector.prefix.lookups import Lookup
-from omni_connector.prefix.misses import Misses
 from omni_connector.testing.clock import FakeClock
-from tests.hostile.control import compatibility
+from tests.hostile import explain as hostile
 
-SHAPE: GroupShape = compatibility().groups[0]
-HASHES = tuple(bytes([i]) * 32 for i in range(4))
+TOKENS = list(range(65))
 
 
 class Lookups:
@@ -45,38 +39,14 @@ class Lookups:
         self.asked.append(lookup)
 
 
-def make(place: Path, **changes: Any) -> Explainer:
-    stats: Any = None
-    engine = ExplainedEngine(
-        folder=place,
-        engine_id=changes.pop("engine_id", "one"),
-        compatibility=compatibility(),
-        hash_id="sha256:16:x",
-        model=SimpleNamespace(
-            tokenizer=str(place), tokenizer_revision=None, trust_remote_code=None
-        ),
-        hash_block_size=16,
-        group_ids=(3, 5),
-        hash_tokens=changes.pop("hash_tokens", lambda tokens, salt, after: [b"h" * 32]),
-        cached=lambda block_hash, groups: block_hash if groups == [5] else None,
-    )
-    settings: dict[str, Any] = {
-        "host": None,
-        "lookups": None,
-        "tails": None,
-        "misses": Misses((SHAPE,), 16, lambda group, key: key == HASHES[3], stats),
-        "prefix": lambda: "p",
-        "alone": lambda: False,
-        "clock": time.monotonic,
-    }
-    return Explainer(engine, **settings | changes)
+def nothing_cached(block_hash: bytes, groups: list[int]) -> object:
+    return None
 
 
 @pytest.fixture
 def explainer(place: Path) -> Iterator[Explainer]:
-    made = make(place)
-    yield made
-    made.close()
+    with hostile.explainer("one", place) as made:
+        yield made
 
 
 @pytest.fixture
@@ -95,81 +65,81 @@ def asked(connection: Connection, question: Any) -> Any:
     return connection.ask(question, ANSWERS, time.monotonic() + 60)[0]
 
 
-def test_an_engine_says_what_it_is(connection: Connection, place: Path) -> None:
+def test_an_engine_says_what_it_is(connection: Connection) -> None:
     answer = asked(connection, AskEngine())
     assert isinstance(answer, ThisEngine)
-    assert answer.tokenizer.name == str(place)
-    assert answer.tokenizer.trust_remote_code is False
+    assert (answer.model, answer.tokenizer.name) == ("m@main", "t")
     assert [shape.attention_type for shape in answer.groups] == ["all", "window"]
     assert answer.traits["model"] == "m@1"
-    assert (answer.shares, answer.stores, answer.alone) == (False, False, False)
+    assert (answer.shares, answer.alone, answer.unsettled) == (False, False, False)
 
 
-def test_blocks_are_looked_for_in_their_group(connection: Connection) -> None:
-    assert asked(connection, AskPlaces(1, HASHES)).cached == (True,) * 4
-    assert asked(connection, AskPlaces(0, HASHES)) == Places((False,) * 4, (-1,) * 4, ())
-
-
-def test_what_there_is_not_is_refused(connection: Connection) -> None:
-    with pytest.raises(PeerRefusedError, match="no group 2"):
-        asked(connection, AskPlaces(2, HASHES))
-
-
-def test_an_engine_without_store_refuses(connection: Connection) -> None:
-    with pytest.raises(PeerRefusedError, match="no store"):
-        asked(connection, AskStored(1, 0, HASHES))
+@pytest.mark.parametrize("tokens", [[], [1] * 1024])
+def test_a_prompt_without_tokens_or_with_too_many_is_refused(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch, tokens: list[int]
+) -> None:
+    monkeypatch.setattr("omni_connector.prefix.explainer.MAX_TOKENS", 1000)
+    with pytest.raises(PeerRefusedError, match=f"a prompt of {len(tokens)} tokens"):
+        asked(connection, AskPrompt(1, 0, tokens))
 
 
 def test_what_fails_in_the_engine_fails_for_the_asker_alone(place: Path) -> None:
     def fails(*tokens: object) -> list[bytes]:
         raise NameError("NONE_HASH")
 
-    made = make(place, hash_tokens=fails)
-    try:
+    with hostile.explainer("one", place, hash_tokens=fails):
         with pytest.raises(PeerRefusedError, match="failed"):
-            asked(connect(place), AskHashes(None, [1] * 16))
+            asked(connect(place), AskPrompt(1, 0, [1] * 16))
         assert isinstance(asked(connect(place), AskEngine()), ThisEngine)
-    finally:
-        made.close()
 
 
-def test_the_cause_is_that_by_which_misses_are_counted(connection: Connection) -> None:
-    def cause(block: int, key: bytes) -> str:
-        return str(asked(connection, AskCause(block, key, [1] * 16, HASHES[0])).cause)
-
-    assert cause(3, HASHES[3]) == "evicted"
-    assert cause(2, HASHES[2]) == "never_seen"
+def test_an_engine_says_which_blocks_it_has_evicted(connection: Connection) -> None:
+    for first, evicted in ((201, True), (200, False)):
+        assert asked(connection, AskEvicted(bytes([first] * 32))).evicted is evicted
 
 
 def test_the_store_is_asked_once_and_its_answer_waited_for(place: Path) -> None:
     lookups, clock = Lookups(), FakeClock()
-    made = make(place, lookups=lookups, clock=clock)
-    try:
-        question = AskStored(7, 1, HASHES)
-        for _ in range(2):
-            assert made.answer(question)[0].held is None  # type: ignore[attr-defined]
+    again = AskPrompt(7, len(TOKENS), whole=True)
+    with hostile.explainer("one", place, lookups=lookups, clock=clock, cached=nothing_cached) as it:
+        for question in (AskPrompt(7, 0, TOKENS, whole=True), again):
+            assert it.answer(question) == (Later(), None)
         (lookup,) = lookups.asked
-        assert lookup.hashes == [[], list(HASHES)]
-        lookup.held = [SimpleNamespace(blocks=[]), SimpleNamespace(blocks=[True, False])]  # type: ignore[list-item]
-        answer: Any = made.answer(question)[0]
-        assert answer.held == (True, False, False, False)
-        assert made.answer(question)[0].held is None  # type: ignore[attr-defined]
+        assert list(map(len, lookup.hashes)) == [4, 4]
         clock.advance(10)
-        answer = made.answer(question)[0]
-        assert (answer.held, answer.late) == (None, True)
-        for ticket in range(100):
-            made.answer(AskStored(ticket, 1, HASHES))
-        assert len(made._tickets) == 16
-    finally:
-        made.close()
+        late: Any = it.answer(again)[0]
+        assert (late.late, late.missing.cause, late.sources) == (True, "too_late", {"own": 0})
+
+
+def test_prompts_that_are_not_asked_about_are_given_up(place: Path) -> None:
+    lookups = Lookups()
+    with hostile.explainer("one", place, lookups=lookups, cached=nothing_cached) as it:
+        for ticket in range(5):
+            it.answer(AskPrompt(ticket, 0, TOKENS))
+        with pytest.raises(OmniError, match="given up"):
+            it.answer(AskPrompt(0, len(TOKENS), TOKENS, whole=True))
+        assert it.answer(AskPrompt(1, len(TOKENS), whole=True)) == (Later(), None)
+
+
+def test_of_very_many_runs_the_first_are_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omni_connector.prefix.explainer.MAX_RUNS", 3)
+    with hostile.explainer("one", place, lookups=Lookups(), cached=nothing_cached) as it:
+        it.answer(AskPrompt(1, 0, TOKENS, whole=True))
+        found = it._asked[1]
+        found.cached[1] = [True, False, False, True]
+        prompt: Any = found.prompt
+        prompt.lookup.held = [SimpleNamespace(blocks=[True] * 3), SimpleNamespace(blocks=[])]
+        runs = (("store", "", 3), ("missing", "", 1)), (("own", "", 1),)
+        assert it._runs(found, prompt, True) == runs
 
 
 def test_two_engines_of_one_name_do_not_answer_for_each_other(
     place: Path, explainer: Explainer
 ) -> None:
-    with pytest.raises(TransportError):
-        make(place)
-    make(place, engine_id="two").close()
+    with pytest.raises(TransportError), hostile.explainer("one", place):
+        pass
+    with hostile.explainer("two", place):
+        pass
 
 
 def test_what_is_closed_is_not_asked(place: Path, explainer: Explainer) -> None:

@@ -37,7 +37,6 @@ DEADLINES = (
     "omni_connector.handoff.receiver._FRESH_S",
     "omni_connector.identity.epochs.WAIT_S",
     "omni_connector.prefix.attaching._ANSWER_S",
-    "omni_connector.prefix.explain.STORE_S",
     "omni_connector.prefix.neighbours._ADOPT_S",
     "omni_connector.prefix.neighbours._ANSWER_S",
     "omni_connector.prefix.neighbours._CLOSE_S",

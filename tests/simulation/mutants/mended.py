@@ -47,8 +47,8 @@ MENDED: Final = (
         "a plain reset leaves hand-offs, leases and loads as they are",
         (
             "omni_connector.identity.epochs",
-            "        if table is self._table and times == self._noticed and not self._attempted:",
-            "        if times == self._noticed:",
+            "        if not self._may_differ:",
+            "        if self._said.times == self._noticed:",
         ),
     ),
     mutant(
