@@ -17,10 +17,9 @@ import errno
 import fcntl
 import mmap
 import os
-import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,6 @@ from omni_connector.arena.format import (
     PublishedSlots,
     SlotHeader,
     SlotState,
-    state_of,
     states_of,
 )
 from omni_connector.arena.memory_nodes import ARENA_NAME, MemoryNodes
@@ -63,14 +61,10 @@ MFD_NOEXEC_SEAL: Final = 0x0008
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
-_BODY_WORDS: Final = struct.Struct("=4Q")
 _WORDS: Final = HEADER_BYTES // 8
 
 _MANY: Final = 8
 """Slots from which on it takes less time to look at all headers at once."""
-
-_MANY_WRITTEN: Final = 12
-"""Slots from which on it takes less time to write all headers at once."""
 
 
 _barrier_lock = threading.Lock()
@@ -318,15 +312,9 @@ class Arena(_Mapping):
                 not tell the new bytes from the old, or it is not a u64.
             TransportError: the arena is closed.
         """
-        words, first = self._locate(slot)
         if not 0 <= generation < 1 << 64:
             raise ValueError(f"generation {generation} is not a u64")
-        if state_of(words[first + 1]) == SlotState.PUBLISHED and words[first] == generation:
-            raise ValueError(f"slot {slot} is already published with generation {generation}")
-        self.touch(slot)
-        words[first + 1] = SlotState.WRITING
-        words[first] = generation
-        _barrier()
+        self.begin_writes(np.array([slot]), np.array([generation], np.uint64))
 
     def publish(self, slot: int, generation: int, key: bytes, length: int, checksum: int) -> None:
         """Let readers read the slot, whose bytes are complete.
@@ -344,36 +332,20 @@ class Arena(_Mapping):
             ValueError: `key` or `length` is too long, or `checksum` is not a u64.
             TransportError: the arena is closed.
         """
-        words, first = self._locate(slot)
-        if len(key) > MAX_KEY_BYTES:
-            raise ValueError(f"a key has at most {MAX_KEY_BYTES} bytes, not {len(key)}")
-        if not 0 <= length <= self.slot_bytes:
-            raise ValueError(f"{length} bytes of content in a slot of {self.slot_bytes}")
         if not 0 <= checksum < 1 << 64:
             raise ValueError(f"checksum {checksum} is not a u64")
-        if state_of(words[first + 1]) != SlotState.WRITING or words[first] != generation:
-            raise StaleSlotError(
-                f"slot {slot} is not being written with generation {generation} (any more)"
-            )
-        padded = key.ljust(MAX_KEY_BYTES, b"\0")
-        for i, word in enumerate(_BODY_WORDS.unpack(padded)):
-            words[first + 2 + i] = word
-        words[first + 6] = length
-        words[first + 7] = checksum
-        _barrier()
-        words[first + 1] = SlotState.PUBLISHED | len(key) << KEY_LENGTH_SHIFT
+        words = np.array([generation, checksum], np.uint64)
+        self.publish_all(np.array([slot]), words[:1], [key], length, words[1:])
 
-    def begin_writes(self, slots: NDArray[np.int64], generations: NDArray[np.int64]) -> None:
+    def begin_writes(self, slots: NDArray[np.int64], generations: NDArray[Any]) -> None:
         """`begin_write` of several slots `(n,)`, with their generations `(n,)`.
 
         Raises:
-            As `begin_write`, of one of them; then others may have been begun.
+            As `begin_write`, of one of them; then none is begun.
         """
-        if len(slots) < _MANY_WRITTEN:
-            for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True):
-                self.begin_write(slot, generation)
-            return
         table = self._headers_of(slots)
+        if not len(slots):
+            return
         if generations.min() < 0:
             raise ValueError(f"generation {generations.min()} is not a u64")
         words = generations.astype(np.uint64)
@@ -393,7 +365,7 @@ class Arena(_Mapping):
     def publish_all(
         self,
         slots: NDArray[np.int64],
-        generations: NDArray[np.int64],
+        generations: NDArray[Any],
         keys: Sequence[bytes],
         length: int,
         checksums: NDArray[np.uint64],
@@ -404,16 +376,11 @@ class Arena(_Mapping):
             length: bytes of content of each of them.
 
         Raises:
-            As `publish`, of one of them; then others may have been published.
+            As `publish`, of one of them; then none is published.
         """
-        if len(slots) < _MANY_WRITTEN:
-            several = zip(
-                slots.tolist(), generations.tolist(), keys, checksums.tolist(), strict=True
-            )
-            for slot, generation, key, checksum in several:
-                self.publish(slot, generation, key, length, checksum)
-            return
         table = self._headers_of(slots)
+        if not len(slots):
+            return
         key_lengths = np.array([len(key) for key in keys], np.uint64)
         if key_lengths.max() > MAX_KEY_BYTES:
             raise ValueError(

@@ -356,7 +356,7 @@ def raw_headers(arena: Arena) -> bytes:
     length=7,
     publishes=True,
 )
-def test_several_slots_are_written_as_one_after_the_other(
+def test_the_headers_of_several_slots_are_written_or_none(
     headers: list[tuple[int, int, bytes, int, int]],
     slots: list[int],
     generations: list[int],
@@ -368,32 +368,41 @@ def test_several_slots_are_written_as_one_after_the_other(
     new = np.array(generations[: len(ids)])
     keys = [key[: at + 28] for at in range(len(ids))]
     sums = np.arange(len(ids), dtype=np.uint64) + np.uint64((1 << 64) - 9)
-    ended = []
-    for many in (0, 1 << 30):
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            Arena.create(N_SLOTS, SLOT_BYTES) as arena,
-        ):
-            patch.setattr(arena_module, "_MANY_WRITTEN", many)
-            assert arena._map is not None
-            packed = [
-                struct.pack("=QQ32sQQ", generation, state | len(key) << 32, key, size, checksum)
-                for state, generation, key, size, checksum in headers
-            ]
-            arena._map[4096 : 4096 + 64 * N_SLOTS] = b"".join(packed)
-            try:
-                if publishes:
-                    arena.publish_all(ids, new, keys, length, sums)
-                else:
-                    arena.begin_writes(ids, new)
-                ended.append(raw_headers(arena))
-            except (IndexError, ValueError, StaleSlotError) as error:
-                ended.append(type(error))
-    at_once, one_by_one = ended
-    if isinstance(one_by_one, type):
-        assert isinstance(at_once, type)
-    else:
-        assert at_once == one_by_one
+    before = [
+        struct.pack("=QQ32sQQ", generation, state | len(key) << 32, key, size, checksum)
+        for state, generation, key, size, checksum in headers
+    ]
+    allowed = all(0 <= slot < N_SLOTS for slot in slots)
+    after = list(before)
+    for slot, generation, name, checksum in zip(slots, new.tolist(), keys, sums, strict=True):
+        if not allowed:
+            break
+        state, present, *_ = headers[slot]
+        if publishes:
+            allowed = (state, present) == (SlotState.WRITING, generation)
+            allowed &= len(name) <= 32 and 0 <= length <= SLOT_BYTES
+            if allowed:
+                words = generation, SlotState.PUBLISHED | len(name) << 32, name, length, checksum
+                after[slot] = struct.pack("=QQ32sQQ", *words)
+        else:
+            allowed = generation >= 0
+            allowed &= (state, present) != (SlotState.PUBLISHED, generation)
+            if allowed:
+                after[slot] = struct.pack("=QQ", generation, SlotState.WRITING) + before[slot][16:]
+    with Arena.create(N_SLOTS, SLOT_BYTES) as arena:
+        assert arena._map is not None
+        arena._map[4096 : 4096 + 64 * N_SLOTS] = b"".join(before)
+        try:
+            if publishes:
+                arena.publish_all(ids, new, keys, length, sums)
+            else:
+                arena.begin_writes(ids, new)
+        except (IndexError, ValueError, StaleSlotError):
+            assert not allowed
+            after = before
+        else:
+            assert allowed
+        assert raw_headers(arena) == b"".join(after)
 
 
 def test_a_slot_that_is_written_again_while_its_header_is_read_is_refused(
