@@ -20,7 +20,7 @@ import torch
 from data_plane import RESULTS
 from machine import machine
 
-from omni_connector.copy.loaded_weights import PIECE_BYTES, digest_of
+from omni_connector.identity.loaded_weights import PIECE_BYTES, digest_of
 
 LAYERS = 24
 HIDDEN = 1024

@@ -34,7 +34,7 @@ from typing import Any, Final
 import torch
 from torch.nn.parameter import is_lazy
 
-from omni_connector.copy.loaded_weights import (
+from omni_connector.identity.loaded_weights import (
     TensorDigest,
     UnreadableWeightsError,
     digest_of_tensor,

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from omni_connector.copy.cuda import CudaStream
-from omni_connector.copy.loaded_weights import (
+from omni_connector.identity.epochs import WeightsDigest
+from omni_connector.identity.loaded_weights import (
     TensorDigest,
     UnreadableWeightsError,
     digest_in_pieces,
 )
-from omni_connector.identity.epochs import WeightsDigest
 from omni_connector.plugin import require_supported_vllm
 from omni_connector.vllm_v1.layer_weights import weights_of
 

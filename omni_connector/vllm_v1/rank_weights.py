@@ -10,8 +10,8 @@ from typing import Final
 
 from vllm.logger import init_logger
 
-from omni_connector.copy.loaded_weights import UnreadableWeightsError
 from omni_connector.identity.epochs import RankWeights, WeightsDigest
+from omni_connector.identity.loaded_weights import UnreadableWeightsError
 from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.turns import WOKEN, Turns
 

@@ -295,4 +295,5 @@ def test_the_compose_file(engine_pool: Pool, tmp_path: Path) -> None:
         )
         again = engines["decode"].completion("8001", LONG)
         assert again["choices"][0]["text"] == answer["choices"][0]["text"]
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "docs/troubleshooting.md: usage counts cached tokens"
+        # docs/troubleshooting.md: usage counts them
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

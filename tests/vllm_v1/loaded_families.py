@@ -19,8 +19,8 @@ from vllm.distributed import ensure_model_parallel_initialized, init_distributed
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 
-from omni_connector.copy.loaded_weights import digest_of
 from omni_connector.identity.epochs import WeightsDigest
+from omni_connector.identity.loaded_weights import digest_of
 from omni_connector.testing.models import make_model
 from omni_connector.vllm_v1 import patches
 from omni_connector.vllm_v1.layer_weights import weights_of

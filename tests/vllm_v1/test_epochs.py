@@ -10,10 +10,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from omni_connector.copy import held_blocks
-from omni_connector.copy.loaded_weights import UnreadableWeightsError
 from omni_connector.errors import StaleSlotError
 from omni_connector.handoff import receiver
 from omni_connector.identity import epochs
+from omni_connector.identity.loaded_weights import UnreadableWeightsError
 from omni_connector.vllm_v1 import connector
 from tests import inspection
 from tests.simulation import check

@@ -27,8 +27,8 @@ from vllm.model_executor.offloader import prefetch
 from vllm.models.deepseek_v4.nvidia.model import DeepseekV4MegaMoEExperts
 from vllm.models.kimi_k3.nvidia.model import KimiK3MegaMoEExperts
 
-from omni_connector.copy.loaded_weights import UnreadableWeightsError, digest_of
 from omni_connector.identity.epochs import WeightsDigest
+from omni_connector.identity.loaded_weights import UnreadableWeightsError, digest_of
 from omni_connector.vllm_v1.layer_weights import weights_of
 from omni_connector.vllm_v1.patches import watch_packing
 

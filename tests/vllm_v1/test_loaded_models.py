@@ -13,7 +13,7 @@ from vllm.distributed import parallel_state
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import QKVParallelLinear
 
-from omni_connector.copy.loaded_weights import UnreadableWeightsError, digest_of
+from omni_connector.identity.loaded_weights import UnreadableWeightsError, digest_of
 from omni_connector.plugin import CONNECTOR_NAME
 from omni_connector.vllm_v1 import loaded_models
 from omni_connector.vllm_v1.layer_weights import weights_of

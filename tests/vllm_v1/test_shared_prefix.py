@@ -8,7 +8,7 @@ import pytest
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import FinishReason
 
-from omni_connector.copy.loaded_weights import UnreadableWeightsError
+from omni_connector.identity.loaded_weights import UnreadableWeightsError
 from omni_connector.prefix import store_jobs
 from tests import inspection
 from tests.inspection import hold_no_blocks

@@ -6,8 +6,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from omni_connector.copy import loaded_weights
-from omni_connector.copy.loaded_weights import (
+from omni_connector.identity import loaded_weights
+from omni_connector.identity.loaded_weights import (
     UnreadableWeightsError,
     digest_in_pieces,
     digest_of,
