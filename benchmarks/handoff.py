@@ -20,6 +20,7 @@ results/handoff_default_arena.md and .png, beside NixlConnector results/handoff_
 import argparse
 import contextlib
 import importlib.util
+import math
 import os
 import random
 import signal
@@ -267,7 +268,9 @@ def plot(results: dict[str, dict[int, list[Sample]]], path: Path, what: str = "a
     lengths = list(next(iter(results.values())))
     for name, by_length in results.items():
         cost = [1e3 * median([s.cost for s in samples]) for samples in by_length.values()]
-        axes.plot(list(by_length), [each if each > 0 else None for each in cost], "o-", label=name)
+        axes.plot(
+            list(by_length), [each if each > 0 else math.nan for each in cost], "o-", label=name
+        )
     memcpy = [
         1e3 * median([s.plain for by_length in results.values() for s in by_length[length]])
         for length in lengths
