@@ -109,6 +109,9 @@ def _why(miss: Miss) -> Text:
 
 def _notes(explanation: Explanation) -> list[str]:
     notes = list(explanation.remarks)
+    if explanation.requests:
+        phases = (f"{count} in the phase {phase}" for phase, count in explanation.requests.items())
+        notes.append(f"has requests with this prompt: {', '.join(phases)}")
     if explanation.shares_with:
         notes.append(f"shares with {', '.join(map(label, explanation.shares_with))}")
     return notes + [

@@ -70,6 +70,7 @@ class Explanation:
             not known.
         shares_with: engines whose arenas it reads.
         apart: by engine whose arena it does not read, the reason.
+        requests: of the engine with this prompt: how many are in which phase.
         remarks: sentences for the user.
     """
 
@@ -83,6 +84,7 @@ class Explanation:
     missing: Miss | None
     shares_with: list[str]
     apart: dict[str, str]
+    requests: dict[str, int]
     remarks: list[str]
 
 
@@ -216,6 +218,7 @@ def explained(
             if not engine.alone and (name in shared or name not in names)
         ],
         apart={other.name: why for other, why in reasons if why is not None},
+        requests={plain(phase): count for phase, count in found.requests.items()},
         remarks=remarks,
     )
 

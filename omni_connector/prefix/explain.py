@@ -167,6 +167,8 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True, tag="explained"):
         missing: None if only the end of the prompt is computed, or if nothing is known of it.
         key: of the missing block; see `AskEvicted`.
         late: whether the store did not answer in time.
+        requests: the engine's requests with this prompt that have not ended: how many are in which
+            phase.
     """
 
     known: bool
@@ -176,6 +178,7 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True, tag="explained"):
     missing: Miss | None = None
     key: Annotated[bytes, Meta(max_length=64)] = b""
     late: bool = False
+    requests: Annotated[dict[_Place, int], Meta(max_length=16)] = {}
 
 
 class Evicted(msgspec.Struct, frozen=True, tag="evicted"):

@@ -15,7 +15,7 @@ import enum
 import hashlib
 import os
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
+from omni_connector.copy.held_blocks import EngineRequest
 from omni_connector.errors import ProtocolError
 from omni_connector.identity.epochs import WeightsEpoch
 from omni_connector.kv.compatibility import CompatibilityKey
@@ -60,7 +61,7 @@ from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.neighbours import INDEX_KIND
 from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
 from omni_connector.requests.phases import Phase
-from omni_connector.requests.state import RequestState
+from omni_connector.requests.state import Requests, RequestState
 
 _SOURCES: Final = {"tokens_kept": ARENA, "tokens_from_host": HOST, "tokens_shared": STORE}
 
@@ -83,6 +84,7 @@ class ExplainedEngine:
         cached: looks a block up in vLLM's own prefix cache, by its hash and groups; returns None if
             it is not there.
         weights: of the engine.
+        requests: that it has.
     """
 
     folder: Path
@@ -95,6 +97,7 @@ class ExplainedEngine:
     hash_tokens: Callable[[list[int], str | None, bytes | None], Sequence[bytes]]
     cached: Callable[[Any, list[int]], object]
     weights: WeightsEpoch
+    requests: Requests
 
 
 class Offers(Protocol):
@@ -126,6 +129,15 @@ class _AskedRequest:
         return len(self.all_token_ids)
 
     num_prompt_tokens = num_tokens
+
+    def is_like(self, request: EngineRequest) -> bool:
+        """Whether a request has this prompt, with this salt."""
+        hashes, tokens = self.block_hashes, self.all_token_ids.tolist()
+        return (
+            request.num_prompt_tokens == len(tokens)
+            and list(request.block_hashes[: len(hashes)]) == hashes
+            and list(request.all_token_ids[: len(tokens)]) == tokens
+        )
 
 
 class Explainer:
@@ -273,6 +285,11 @@ class Explainer:
             missing=miss,
             key=key,
             late=prompt.late,
+            requests=Counter(
+                state.phase.value
+                for state in list(self._engine.requests.values())
+                if asked.is_like(state.request)
+            ),
         )
 
     def _new_prompt(self, asked: _AskedRequest) -> SharedPrompt:

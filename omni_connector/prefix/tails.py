@@ -133,7 +133,7 @@ class Tails:
                 continue
             tokens = list(prompt.request.all_token_ids[begin:end])
             beyond = max(start, reach) - begin
-            if found := self.longest(prompt.found, parent, tokens, beyond):
+            if found := self._longest(prompt.found, parent, tokens, beyond):
                 number, blocks = found
                 if windows_held(groups, start, begin + number):
                     tail = Tail(begin + number, tail_name(parent, tokens[:number]))
@@ -159,14 +159,14 @@ class Tails:
             if parent is None or end - begin < least:
                 continue
             tokens = prompt.request.all_token_ids[begin:end]
-            found = yield from self.search_block(parent, tokens, whole - begin)
+            found = yield from self._search_block(parent, tokens, whole - begin)
             if found is not None and windows_held(groups, 0, begin + found.end):
                 return Tail(begin + found.end, found.name)
         return None
 
-    def search_block(self, parent: bytes, tokens: Sequence[int], beyond: int = 0) -> TailSearch:
+    def _search_block(self, parent: bytes, tokens: Sequence[int], beyond: int) -> TailSearch:
         """Search a store for the longest tail with which a block begins; its end is counted from
-        the beginning of the block. For the arguments see `longest`."""
+        the beginning of the block. For the arguments see `_longest`."""
         least = max(self._least, beyond + 1)
         marks = cell_marks(parent, tokens, self._cell)
         marked = yield [(self.states, mark) for mark in marks]
@@ -183,8 +183,8 @@ class Tails:
                     return Tail(first + place, names[place])
         return None
 
-    def longest(
-        self, found: Found, parent: bytes, tokens: Sequence[int], beyond: int = 0
+    def _longest(
+        self, found: Found, parent: bytes, tokens: Sequence[int], beyond: int
     ) -> tuple[int, list[FoundBlocks]] | None:
         """The longest tail with which a block begins, of those in the arenas of the host.
 

@@ -556,6 +556,7 @@ class _Assembly:
             hash_tokens=token_hasher(self._vllm_config, self._hash_block_size),
             cached=self._manager.block_pool.get_cached_block,
             weights=self._weights,
+            requests=self._requests,
         )
 
     def _key_prefixes(self, weights: str) -> tuple[str, str]:

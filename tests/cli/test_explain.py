@@ -406,6 +406,7 @@ def test_the_table_has_a_row_for_each_engine() -> None:
         missing=miss,
         shares_with=["b"],
         apart={"c": "another model: 'x', here 'm'"},
+        requests={"lookup": 2},
         remarks=[],
     )
     console = Console(file=io.StringIO(), width=160)
@@ -414,6 +415,7 @@ def test_the_table_has_a_row_for_each_engine() -> None:
     for part in (
         *("0-15 own KV cache", "0-15 arena of b", "16 other arenas", "68 of 100", "window:"),
         *("token 32: evicted from its arena, or passed over", "the arena of b", "odd"),
+        "a: has requests with this prompt: 2 in the phase lookup",
         *("a: shares with b", "a: does not share with c: another model"),
         "32-38 arena of engine-9, where another has ended",
     ):

@@ -37,6 +37,7 @@ from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedGroups
 from omni_connector.prefix.shared_prefix import SharedPrefix
+from omni_connector.requests.state import Requests
 from omni_connector.runtime.context import PROCESS_CONTEXT
 from omni_connector.runtime.stats import NO_STATS
 from tests.hostile.control import compatibility
@@ -97,6 +98,7 @@ def explainer(
             hash_tokens=_hash,
             cached=lambda block_hash, groups: block_hash[0] < 128 or None,
             weights=weights,
+            requests=Requests(),
         )
         loads = PrefixLoads(
             host=None,
@@ -176,6 +178,7 @@ def answers() -> Iterator[Parser]:
                 tail=FoundTail(1, 16, 20, "arena"),
                 missing=Miss(2, 64, 16, "never_seen"),
                 key=b"x" * 32,
+                requests={"computing": 1},
             )
         )
         corpus = [msgspec.msgpack.encode(each) for each in told]

@@ -331,6 +331,20 @@ def test_what_vllm_computes_again_is_not_loaded(sharer, blocks, loaded):  # noqa
     assert agree(second, [*PREFIX[: blocks * BLOCK], 7]).sources["host"] == loaded * BLOCK
 
 
+def test_requests_with_the_prompt_are_told_by_their_phases(sharer):  # noqa: F811
+    one = sharer()
+    asked = [one.submit(each, max_tokens=20) for each in (QUESTION, [*QUESTION[:-1], 7])]
+    assert explanation(one, QUESTION).requests == {"arrived": 1}
+    one.step()
+    assert explanation(one, QUESTION).requests == {"computing": 1}
+    assert (
+        explanation(one, QUESTION[:-1]).requests == explanation(one, QUESTION, "a").requests == {}
+    )
+    one.run(lambda: one.done(*asked))
+    one.settle()
+    assert explanation(one, QUESTION).requests == {}
+
+
 def test_the_command_line(sharer, capsys):  # noqa: F811
     first, second = sharer(), sharer()
     publish(first)
