@@ -42,7 +42,7 @@ from omni_connector.prefix.explainer import Explainer
 from tests.hostile import explain as hostile
 from tests.hostile.mutation import distort_msgpack
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 TOKENS = list(range(100))
 
 
@@ -88,7 +88,7 @@ def test_the_documented_fields_are_those_of_the_document(
     engine: Explainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    section = page.split("## `omni-connector explain`")[1].split("\n## ")[0]
+    section = page.split("## The document of `omni-connector explain`")[1].split("\n## ")[0]
     names = set(re.findall(r"`(\w+)`", section))
 
     def fields(value: Any) -> Iterator[str]:
