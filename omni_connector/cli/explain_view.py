@@ -10,18 +10,18 @@ from rich.text import Text
 
 from omni_connector.cli.explained import Answer, Explanation
 from omni_connector.net.status import label, last_part
-from omni_connector.prefix.explain import ARENA, HOST, MISSING, OWN, STORE, UNKNOWN, Miss
+from omni_connector.prefix.explain import Miss, Place
 
 _RUNS: Final = 12
 """Most runs of blocks that are shown for one group; a table with more cannot be read."""
 
 _PLACES: Final = {
-    OWN: ("own KV cache", "green"),
-    ARENA: ("own arena", "cyan"),
-    HOST: ("arena of", "cyan"),
-    STORE: ("store", "blue"),
-    MISSING: ("missing", "red"),
-    UNKNOWN: ("not known yet", "dim"),
+    Place.OWN: ("own KV cache", "green"),
+    Place.ARENA: ("own arena", "cyan"),
+    Place.HOST: ("arena of", "cyan"),
+    Place.STORE: ("store", "blue"),
+    Place.MISSING: ("missing", "red"),
+    Place.UNKNOWN: ("not known yet", "dim"),
 }
 _CAUSES: Final = {
     "never_seen": "never seen by this engine",
@@ -61,12 +61,12 @@ def screen(answer: Answer) -> RenderableType:
 
 def _loads(explanation: Explanation) -> Text:
     lines = [
-        Text(f"{count} {_PLACES[source][0] if source != HOST else 'other arenas'}")
+        Text(f"{count} {_PLACES[source][0] if source != Place.HOST else 'other arenas'}")
         for source, count in explanation.sources.items()
         if count
     ]
     if explanation.computed is None:
-        lines.append(Text(_PLACES[UNKNOWN][0], "dim"))
+        lines.append(Text(_PLACES[Place.UNKNOWN][0], "dim"))
     return Text("\n").join(lines) or Text("nothing", "dim")
 
 

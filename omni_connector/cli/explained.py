@@ -21,11 +21,7 @@ from omni_connector.net.status import plain
 from omni_connector.net.unix import Connection
 from omni_connector.prefix.explain import (
     ANSWERS,
-    ARENA,
-    HOST,
     MAX_RUNS,
-    OWN,
-    STORE,
     TOKENS_AT_ONCE,
     AskEngine,
     AskEvicted,
@@ -35,6 +31,7 @@ from omni_connector.prefix.explain import (
     FoundTail,
     Later,
     Miss,
+    Place,
     ThisEngine,
 )
 
@@ -78,7 +75,7 @@ class Explanation:
     model: str
     tokens: int
     computed: int | None
-    sources: dict[str, int]
+    sources: dict[Place, int]
     groups: list[dict[str, Any]]
     tail: FoundTail | None
     missing: Miss | None
@@ -201,7 +198,10 @@ def explained(
         model=plain(engine.model),
         tokens=len(tokens),
         computed=len(tokens) - sum(found.sources.values()) if found.known else None,
-        sources=dict.fromkeys((OWN, ARENA, HOST, STORE), 0) | found.sources,
+        sources={
+            place: found.sources.get(place, 0)
+            for place in (Place.OWN, Place.ARENA, Place.HOST, Place.STORE)
+        },
         groups=[
             {
                 "kind": plain(shape.kind),
@@ -247,7 +247,7 @@ def _remarks(engine: ThisEngine, found: Explained) -> list[str]:
 
 
 def _runs(
-    shape: GroupShape, runs: Sequence[tuple[str, str, int]], names: dict[str, str]
+    shape: GroupShape, runs: Sequence[tuple[Place, str, int]], names: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
     first, size = 0, shape.block_size
     for source, engine, count in runs:
@@ -256,7 +256,7 @@ def _runs(
             "blocks": count,
             "first_token": first * size,
             "end_token": (first + count) * size,
-            "source": plain(source),
+            "source": source,
             "engine": names.get(engine, plain(engine)),
         }
         first += count

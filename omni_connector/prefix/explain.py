@@ -5,6 +5,7 @@ The command sends the token ids of a prompt, in parts, and is answered what a re
 find; see `prefix.explainer`.
 """
 
+from enum import StrEnum
 from typing import Annotated, Final
 
 import msgspec
@@ -25,18 +26,27 @@ TOKENS_AT_ONCE: Final = 1024
 MAX_RUNS: Final = 1024
 """Most runs of blocks in one answer, of all groups together. A message has room for as many."""
 
-OWN, ARENA, HOST, STORE = "own", "arena", "host", "store"
-MISSING, UNKNOWN = "missing", "unknown"
-"""Places of a block: the engine's own KV cache, the engine's arena, another engine's arena, the
-store, none of these, and not known yet."""
-
 _Text = Annotated[str, Meta(max_length=1024)]
-_Place = Annotated[str, Meta(max_length=16)]
 _Socket = Annotated[str, Meta(max_length=48)]
 _Hash = Annotated[bytes, Meta(min_length=8, max_length=64)]
 _Tokens = Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 32)]], Meta(max_length=TOKENS_AT_ONCE)]
 _Ticket = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Number = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+
+
+class Place(StrEnum):
+    """Where a block is."""
+
+    OWN = "own"
+    """In the engine's own KV cache."""
+    ARENA = "arena"
+    """In the engine's arena."""
+    HOST = "host"
+    """In the arena of another engine."""
+    STORE = "store"
+    MISSING = "missing"
+    UNKNOWN = "unknown"
+    """It is not known yet."""
 
 
 class AskEngine(msgspec.Struct, frozen=True, tag="ask-engine"):
@@ -125,14 +135,14 @@ class FoundTail(msgspec.Struct, frozen=True):
         block: index of the block in the prompt.
         first_token: index of its first token.
         end_token: index after the last token that was kept.
-        source: place of the block, in the group with recurrent states; see `OWN`.
-        engine: of the engine whose arena it is, for `HOST`; else "".
+        source: of the block, in the group with recurrent states.
+        engine: of the engine whose arena it is, for `Place.HOST`; else "".
     """
 
     block: _Number
     first_token: _Number
     end_token: _Number
-    source: _Place
+    source: Place
     engine: _Socket = ""
 
 
@@ -172,13 +182,13 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True, tag="explained"):
     """
 
     known: bool
-    sources: Annotated[dict[_Place, _Number], Meta(max_length=4)]
-    groups: Annotated[tuple[tuple[tuple[_Place, _Socket, _Number], ...], ...], Meta(max_length=256)]
+    sources: Annotated[dict[Place, _Number], Meta(max_length=4)]
+    groups: Annotated[tuple[tuple[tuple[Place, _Socket, _Number], ...], ...], Meta(max_length=256)]
     tail: FoundTail | None = None
     missing: Miss | None = None
     key: Annotated[bytes, Meta(max_length=64)] = b""
     late: bool = False
-    requests: Annotated[dict[_Place, int], Meta(max_length=16)] = {}
+    requests: Annotated[dict[_Text, int], Meta(max_length=16)] = {}
 
 
 class Evicted(msgspec.Struct, frozen=True, tag="evicted"):

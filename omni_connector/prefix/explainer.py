@@ -33,22 +33,17 @@ from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.runtime import socket_path
 from omni_connector.net.unix import Listener
 from omni_connector.prefix.explain import (
-    ARENA,
-    HOST,
     KIND,
     MAX_RUNS,
     MAX_TOKENS,
-    MISSING,
-    OWN,
     QUESTIONS,
-    STORE,
-    UNKNOWN,
     AskEvicted,
     AskPrompt,
     Evicted,
     Explained,
     FoundTail,
     Later,
+    Place,
     ThisEngine,
     Tokenizer,
 )
@@ -63,7 +58,11 @@ from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
 from omni_connector.requests.phases import Phase
 from omni_connector.requests.state import Requests, RequestState
 
-_SOURCES: Final = {"tokens_kept": ARENA, "tokens_from_host": HOST, "tokens_shared": STORE}
+_SOURCES: Final = {
+    "tokens_kept": Place.ARENA,
+    "tokens_from_host": Place.HOST,
+    "tokens_shared": Place.STORE,
+}
 
 # Most prompts that are being told, or wait for the store; of more, the oldest is given up. It
 # bounds memory: the longest prompt takes some 15 MB.
@@ -132,11 +131,11 @@ class _AskedRequest:
 
     def is_like(self, request: EngineRequest) -> bool:
         """Whether a request has this prompt, with this salt."""
-        hashes, tokens = self.block_hashes, self.all_token_ids.tolist()
+        end, hashes = self.num_tokens, self.block_hashes
         return (
-            request.num_prompt_tokens == len(tokens)
+            request.num_prompt_tokens == end
             and list(request.block_hashes[: len(hashes)]) == hashes
-            and list(request.all_token_ids[: len(tokens)]) == tokens
+            and list(request.all_token_ids[:end]) == self.all_token_ids.tolist()
         )
 
 
@@ -265,23 +264,22 @@ class Explainer:
     def _explain(self, asked: _AskedRequest) -> Explained | None:
         """What a request would find; None while the store is asked."""
         shared = self._shared
-        prompt = asked.prompt
-        if prompt is None:
-            prompt = asked.prompt = self._new_prompt(asked)
-            shared.look_up(prompt)
+        prompt = asked.prompt or self._look_up(asked)
         known = not (self._prefix.is_own and self._engine.weights.unsettled)
         state = RequestState(asked, NO_HINTS, prefix=prompt)
         offered = shared.offer(state, asked.own) if known else 0
         if offered is None:
             return None
         end = asked.own + offered
-        loads = shared.loads.sources(prompt, asked.own, end)
+        sources = {Place.OWN: asked.own}
+        for counter, tokens in shared.loads.sources(prompt, asked.own, end).items():
+            sources[_SOURCES[counter]] = tokens
         miss, key = (self._misses.missing(prompt, end) if known else None) or (None, b"")
         return Explained(
             known=known,
-            sources={OWN: asked.own} | {_SOURCES[name]: count for name, count in loads.items()},
+            sources=sources,
             groups=self._runs(asked, prompt, known),
-            tail=self._tail(prompt),
+            tail=self._tail(prompt) if offered else None,
             missing=miss,
             key=key,
             late=prompt.late,
@@ -292,9 +290,10 @@ class Explainer:
             ),
         )
 
-    def _new_prompt(self, asked: _AskedRequest) -> SharedPrompt:
+    def _look_up(self, asked: _AskedRequest) -> SharedPrompt:
+        """Begin to look up a prompt whose tokens are all told."""
         groups = self._engine.groups
-        prompt = SharedPrompt(
+        asked.prompt = prompt = SharedPrompt(
             request=asked,
             loads=True,
             hashed_tokens=None,
@@ -307,11 +306,12 @@ class Explainer:
         held = zip(self._groups, map(Held.of, asked.cached), strict=True)
         last = prompt.last_reachable(asked.num_tokens, groups.unit)
         asked.own = reach(list(held), groups.unit, 0, last)
+        self._shared.look_up(prompt)
         return prompt
 
     def _runs(
         self, asked: _AskedRequest, prompt: SharedPrompt, known: bool
-    ) -> tuple[tuple[tuple[str, str, int], ...], ...]:
+    ) -> tuple[tuple[tuple[Place, str, int], ...], ...]:
         """See `Explained.groups`."""
         found = prompt.found
         if prompt.tail is not None and self._host is not None:
@@ -321,17 +321,17 @@ class Explainer:
         left = MAX_RUNS
         groups = []
         for g, cached in enumerate(asked.cached):
-            places: list[tuple[str, str]] = [(MISSING if known else UNKNOWN, "")] * len(cached)
+            places = [(Place.MISSING if known else Place.UNKNOWN, "")] * len(cached)
             if stored is not None:
                 for block in np.flatnonzero(stored[g].blocks[: len(cached)]):
-                    places[block] = STORE, ""
+                    places[block] = Place.STORE, ""
             if found is not None:
                 owners = found.groups[g].owners[: len(cached)]
                 for block in np.flatnonzero(owners >= 0):
                     places[block] = _whose(found, owners[block])
             own = Held.of(cached).reach(0) if self._groups[g].attention_type == "all" else None
             for block in np.flatnonzero(cached[:own]):
-                places[block] = OWN, ""
+                places[block] = Place.OWN, ""
             runs = tuple((*place, len(list(run))) for place, run in groupby(places))
             groups.append(runs[:left])
             left -= len(groups[-1])
@@ -342,7 +342,7 @@ class Explainer:
             return None
         unit = self._engine.groups.unit
         block = prompt.tail.end // unit
-        place = STORE, ""
+        place = Place.STORE, ""
         if prompt.found is not None:
             states = [shape.attention_type for shape in self._groups].index("last")
             for owner in prompt.found.groups[states].owners[block : block + 1]:
@@ -350,9 +350,9 @@ class Explainer:
         return FoundTail(block, block * unit, prompt.tail.end, *place)
 
 
-def _whose(found: Found, owner: int) -> tuple[str, str]:
+def _whose(found: Found, owner: int) -> tuple[Place, str]:
     name = found.engines[owner].name
-    return (HOST if name else ARENA), name
+    return (Place.HOST if name else Place.ARENA), name
 
 
 def _encodable(text: str) -> str:

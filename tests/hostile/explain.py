@@ -29,6 +29,7 @@ from omni_connector.prefix.explain import (
     FoundTail,
     Later,
     Miss,
+    Place,
 )
 from omni_connector.prefix.explainer import ExplainedEngine, Explainer
 from omni_connector.prefix.key_prefix import KeyPrefix
@@ -173,9 +174,9 @@ def answers() -> Iterator[Parser]:
         told.append(
             Explained(
                 known=True,
-                sources={"own": 16, "host": 16},
-                groups=((("own", "", 1), ("host", "i-0123456789abcdef", 4)), ()),
-                tail=FoundTail(1, 16, 20, "arena"),
+                sources={Place.OWN: 16, Place.HOST: 16},
+                groups=(((Place.OWN, "", 1), (Place.HOST, "i-0123456789abcdef", 4)), ()),
+                tail=FoundTail(1, 16, 20, Place.ARENA),
                 missing=Miss(2, 64, 16, "never_seen"),
                 key=b"x" * 32,
                 requests={"computing": 1},

@@ -2,6 +2,7 @@
 """What `omni-connector explain` says of a prompt is what the engine then does with it."""
 
 import json
+from itertools import cycle
 
 import pytest
 
@@ -82,8 +83,9 @@ def runs(found):
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "ranks"), [*((each, 1) for each in FAMILIES), ("full", 2), ("all three", 2)]
+)
 @pytest.mark.values
 def test_a_prefix_in_the_arena_of_another_engine(sharer, family, ranks):  # noqa: F811
     first, second = sharer(family=family, ranks=ranks), sharer(family=family, ranks=ranks)
@@ -96,8 +98,10 @@ def test_a_prefix_in_the_arena_of_another_engine(sharer, family, ranks):  # noqa
     assert (found.tail is not None) == has_tails(family)
 
 
-@pytest.mark.parametrize("family", STATES)
-@pytest.mark.parametrize("length", [2, 9, BLOCK - 1, 3 * BLOCK + 5, 6 * BLOCK - 1])
+@pytest.mark.parametrize(
+    ("length", "family"),
+    [*zip([2, 9, BLOCK - 1, 3 * BLOCK + 5, 6 * BLOCK - 1], cycle(STATES), strict=False)],
+)
 @pytest.mark.values
 def test_a_prompt_that_goes_on_within_a_block(sharer, family, length):  # noqa: F811
     first, second = sharer(family=family), sharer(family=family)
@@ -126,8 +130,7 @@ def test_a_prompt_whose_attention_blocks_reach_beyond_all_states(sharer, family)
     assert found.missing.first_token == 4 * BLOCK + 5
 
 
-@pytest.mark.parametrize("family", STATES)
-@pytest.mark.parametrize("length", [9, 3 * BLOCK + 5])
+@pytest.mark.parametrize(("length", "family"), [(9, "all three"), (3 * BLOCK + 5, STATES[0])])
 def test_a_prompt_that_goes_on_within_a_block_in_a_store(engine, shelf, family, length):
     first, second = (engine("kv_both", extra=MASTER, family=family) for _ in range(2))
     said = prompt(length)
