@@ -141,6 +141,20 @@ class Cluster(Clients):
         self._lost(target)
         self._start_later(engine, seconds)
 
+    def _device_failed(self, name: str, owner: str) -> None:
+        # All later calls of the process fail, too. So its engine ends when it computes next: vLLM
+        # shuts it down, or its process is killed.
+        draw = self.world.draw
+        end = draw.choice((self.kill, self.restart))
+        seconds = draw.choice((0.0, 0.1, 10.0))
+
+        def ends() -> None:
+            target = self.engines.get(name)
+            if target is not None and target.owner == owner and not target.ends:
+                end(name, draw.choice((1.0, 30.0)))
+
+        self.world.later(seconds, ends)
+
     def restart(self, engine: str, seconds: float) -> None:
         """An operator shuts an engine down, and starts it again so many seconds later."""
         target = self.engines.pop(engine, None)

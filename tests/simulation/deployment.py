@@ -191,7 +191,10 @@ class Deployment:
 
     def _start(self, name: str) -> None:
         owner = f"{name}.{next(self._incarnations)}"
-        device = Device(self.world, owner, self._failing) if self.plan.buffers else None
+        device = None
+        if self.plan.buffers:
+            failed = functools.partial(self._device_failed, name, owner)
+            device = Device(self.world, owner, self._failing, failed)
         SURROUNDINGS_OF[name] = self._surroundings(owner, device)
         ADAPTERS_OF[name] = []
         shape = self.shapes[name]
@@ -235,6 +238,9 @@ class Deployment:
                     lambda request_id: self.refusals.heard(request_id, ""),
                 )
         self.engines[name] = self._started[name] = engine
+
+    def _device_failed(self, name: str, owner: str) -> None:
+        raise NotImplementedError
 
     def _is_late(self, name: str, owner: str, often: float) -> bool:
         late = self.world.chance(often)

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads that fail after their blocks were allocated: nothing of them is served."""
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from vllm.v1.request import FinishReason
 
+from omni_connector.copy.staged import StagedCopier
+from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.transports.shm import SharedMemoryTransport
+from omni_connector.vllm_v1 import connector
 from tests import inspection
+from tests.kv.conftest import HostStream
 from tests.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, leased, prompt, wait
@@ -270,6 +276,79 @@ def test_a_peer_that_goes_while_its_copies_are_awaited(engine, tokens):
     assert decode.answers[decoded].tokens == tokens(PROMPT, 6)
     assert decode.failures() == {"peer_unreachable": 1}
     assert not decode.leftovers()
+
+
+class FailingDevice(HostStream):
+    """A device that may fail. As with CUDA, each later call of its process tells so."""
+
+    failed = False
+
+    def launch(self, work: Callable[[], object], **options: Any) -> None:
+        self._require()
+        super().launch(work, **options)
+
+    def finish(self, mark: object | None) -> None:
+        self._require()
+        super().finish(mark)
+
+    def _require(self) -> None:
+        if self.failed:
+            raise RuntimeError("an illegal memory access was encountered")
+
+
+@pytest.fixture
+def devices(monkeypatch) -> list[FailingDevice]:
+    """One of each engine."""
+    made: list[FailingDevice] = []
+
+    def make(caches: CanonicalKVCaches, layout: SlotLayout, helpers: Any) -> StagedCopier:
+        made.append(FailingDevice())
+        return StagedCopier(caches, layout, made[-1])
+
+    ours = dataclasses.replace(connector.SURROUNDINGS, copier=make)
+    monkeypatch.setattr(connector, "SURROUNDINGS", ours)
+    return made
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_an_engine_whose_device_fails_tells_its_peers_before_it_ends(
+    engine, tokens, devices, policy
+):
+    prefill = engine("kv_producer")
+    decode = engine("kv_consumer", policy=policy)
+    held = prefill.hold(saves=True)
+    request_id = prefill.submit(PROMPT, params=HANDOFF)
+    prefill.run(lambda: prefill.done(request_id))
+    answer = prefill.answers[request_id].params
+    loading = decode.submit(PROMPT, max_tokens=6, params=answer)
+    decode.run(lambda: bool(decode.loads_under_way))
+    devices[0].failed = True
+    held.open()  # and copies, which fail
+    decode.settle()
+    assert decode.failures() == {"stale_slot": 1}
+    if policy == "fail":
+        assert decode.answers[loading].reason is FinishReason.ERROR
+    else:
+        assert decode.answers[loading].tokens == tokens(PROMPT, 6)
+    prefill.shutdown()  # as vLLM does when the engine's own call has failed
+    # Who comes later gets no lease, and loads nothing.
+    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
+    assert decode.failures().keys() == {"stale_slot", "peer_unreachable"}
+    assert not decode.leftovers()
+
+
+def test_an_engine_whose_device_fails_in_a_load_holds_nothing_of_its_peer(engine, tokens, devices):
+    prefill = engine("kv_producer")
+    decode = engine("kv_consumer", policy="recompute")
+    leased(prefill, decode, PROMPT)
+    devices[1].failed = True
+    decode.run(lambda: bool(decode.failures()))
+    assert decode.failures() == {"load_failed": 1}
+    decode.shutdown()
+    assert_clean(prefill)
+    other = engine("kv_consumer")
+    assert hand_off(prefill, other, PROMPT) == tokens(PROMPT, 6)
+    assert_clean(prefill, other)
 
 
 def test_blocks_that_a_failed_load_did_not_fill_are_zero(engine):

@@ -289,6 +289,23 @@ DEVICE: Final = (
         ),
     ),
     mutant(
+        "device: its failure is not seen",
+        "what a device was to copy when it failed counts as copied, and is handed to peers",
+        (
+            _STAGING,
+            _FINISH,
+            "                try:\n    "
+            + _FINISH
+            + "                except RuntimeError:\n                    pass\n",
+        ),
+        (
+            _STAGING,
+            " write blocks, after an error.\n                direction.finish()\n",
+            "\n                try:\n                    direction.finish()\n"
+            "                except RuntimeError:\n                    pass\n",
+        ),
+    ),
+    mutant(
         "device: published at the end",
         "no slot of a copy is published before the device has copied the last one",
         (

@@ -135,6 +135,7 @@ class Device(Actor):
         owner: the engine's incarnation.
         failing: how often an allocation fails, and `finish` finds that the device has failed, for
             this and all later calls of the rank.
+        failed: called when it has failed.
 
     Attributes:
         engine: the engine's own stream.
@@ -145,7 +146,13 @@ class Device(Actor):
         finishes: how often its streams were waited for.
     """
 
-    def __init__(self, world: World, owner: str, failing: tuple[float, float]) -> None:
+    def __init__(
+        self,
+        world: World,
+        owner: str,
+        failing: tuple[float, float],
+        failed: Callable[[], object],
+    ) -> None:
         super().__init__(f"{owner}'s device", owner)
         self.world = world
         self.engine = Queue()
@@ -158,6 +165,7 @@ class Device(Actor):
         self._in_vain: Counter[tuple[float, int]] = Counter()  # calls by moment and address
         self._refusals: dict[int, list[int]] = {}  # codes that are left, by address
         self._failing = failing
+        self._failed = failed
         self._queues = [self.engine, self.others]
         world.add(self)
 
@@ -233,7 +241,10 @@ class Device(Actor):
 
     def fails(self) -> bool:
         """Whether a stream fails now."""
-        return self.world.chance(self._failing[1])
+        fails = self.world.chance(self._failing[1])
+        if fails:
+            self._failed()
+        return fails
 
     def close(self) -> None:
         """Lose all work."""
