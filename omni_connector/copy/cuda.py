@@ -90,15 +90,15 @@ class _Hashing:
 
     Args:
         device: a CUDA device.
+        room: for what `DeviceHash` keeps meanwhile.
 
     Attributes:
-        room: for what `DeviceHash` keeps meanwhile.
         last: the end of its work so far; None if there was none.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, room: torch.Tensor) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.room = torch.empty(0, dtype=torch.int64, device=device)
+        self._room = room
         self.last: torch.cuda.Event | None = None
 
     def hash(
@@ -112,7 +112,7 @@ class _Hashing:
         """See `Stream.hash`."""
         self._stream.wait_event(there)
         with torch.cuda.stream(self._stream):
-            sums.copy_(device_hash(rows, self.room, part), non_blocking=True)
+            sums.copy_(device_hash(rows, self._room, part), non_blocking=True)
             self.last = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self.last.record(self._stream)
 
@@ -146,7 +146,7 @@ class CudaStream(Stream):
         self._closed = False
         self._hash = device_hash(device)
         self._rows = device_rows(device)
-        self._hashing = [_Hashing(device) for _ in range(_HASHED_AT_ONCE)]
+        self._hashing: list[_Hashing] = []
 
     def beside(self) -> "CudaStream":
         # What one has registered all may use.
@@ -167,6 +167,7 @@ class CudaStream(Stream):
         return bool(_event(fence).query())  # type: ignore[no-untyped-call]
 
     def wait(self, fence: object) -> None:
+        self._driver.relax()
         for event in fence if isinstance(fence, tuple) else (fence,):
             self._stream.wait_event(_event(event))
 
@@ -190,8 +191,10 @@ class CudaStream(Stream):
 
     def prepare_hash(self, nbytes: int) -> None:
         if self._hash is not None:
-            for each in self._hashing:
-                each.room = self._allocate(room_words(nbytes), torch.int64)
+            rooms = [
+                self._allocate(room_words(nbytes), torch.int64) for _ in range(_HASHED_AT_ONCE)
+            ]
+            self._hashing = [_Hashing(self._device, room) for room in rooms]
 
     def _allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         # vLLM registers KV caches within a memory pool of this thread, which sleep mode takes away.
