@@ -149,7 +149,8 @@ def drop_unusable(request: "Request", stats: Stats) -> None:
             request.request_id,
         )
         # vLLM itself takes them for an object, and would stop at anything else.
-        request.kv_transfer_params = None
+        hints = {KEY: params[KEY]} if isinstance(params, Mapping) and KEY in params else None
+        request.kv_transfer_params = hints
 
 
 def take_hints(

@@ -305,11 +305,11 @@ class OmniScheduler:
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived: ask for its KV elsewhere, or prepare to hand it off."""
         self._follow_weights()
+        drop_unusable(request, self._stats)
+        hashes = complete_hashes(request, self._hash_block_size, self._dtype)
         hints = take_hints(request, self._shared, self._stats, self._hint_warnings)
         state = self._states.arrive(request, hints)
-        drop_unusable(request, self._stats)
         self._adapters.begins(request)
-        hashes = complete_hashes(request, self._hash_block_size, self._dtype)
         if not (request.kv_transfer_params or self._shared is not None):
             return
         if not hashes:
@@ -317,11 +317,12 @@ class OmniScheduler:
             self._begin_alone(state, "prompt_embeds")
             return
         state.refusals = self._serving.refusals()
-        if self._adapters.arrives(state) or not self._weights.known:
+        waits = self._adapters.arrives(state)
+        if self._weights.known and not waits:
+            self._begin(state)
+        else:
             state.begun = False
             state.enter(Phase.UNKNOWN, self._trace)
-        else:
-            self._begin(state)
 
     def _begin_alone(self, state: RequestState, reason: str) -> None:
         """Begin a request that nothing is fetched for, and that is not handed off."""
