@@ -15,7 +15,8 @@ socket.subscribe(b"")
 while True:
     topic, _, batch = socket.recv_multipart()
     for event in msgspec.msgpack.decode(batch)[1]:
-        blocks = event.get("block_hashes")  # none where all blocks were cleared
-        print(
-            topic.decode() + event["type"], *([] if blocks is None else [len(blocks)]), flush=True
-        )
+        words = [topic.decode() + event["type"]]
+        if "block_hashes" in event:  # else all blocks were cleared
+            kind = event.get("kv_cache_spec_kind") or ""
+            words += [str(len(event["block_hashes"])), event["medium"] or "", kind]
+        print(*words, flush=True)

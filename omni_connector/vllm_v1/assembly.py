@@ -585,7 +585,8 @@ class _Assembly:
 
     def _kv_events(self) -> KVEvents:
         pool = None if self._directory is None else self._directory.pool
-        return KVEvents(pool, self._ours.groups, self._group_ids, self._hash_block_size)
+        kinds = self._manager.kv_cache_event_metadata
+        return KVEvents(pool, self._ours.groups, self._group_ids, kinds, self._hash_block_size)
 
     def _finds(
         self, group_id: int, block_ids: Sequence[int], hashes: Sequence[bytes]

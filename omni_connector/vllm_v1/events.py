@@ -51,6 +51,8 @@ class KVEvents:
         pool: see `BlockChanges`.
         groups: what this engine keeps.
         group_ids: index of each among vLLM's groups.
+        kinds: of each of vLLM's groups the kind of its spec, and its window if it has one, as
+            vLLM's own events have them: routers count main attention alone.
         hash_block_size: tokens of one of a request's hashes.
 
     Attributes:
@@ -62,8 +64,10 @@ class KVEvents:
         pool: SlotPool | None,
         groups: Sequence[GroupShape],
         group_ids: Sequence[int],
+        kinds: Sequence[tuple[str, int | None]],
         hash_block_size: int,
     ) -> None:
+        self._kinds = [kinds[group_id] for group_id in group_ids]
         self._sizes = [shape.block_size for shape in groups]
         self._group_ids = group_ids
         self._hash_block_size = hash_block_size
@@ -107,12 +111,15 @@ class KVEvents:
             hashes = [_external(BlockHash(each.block_hash)) for each in run]
             return BlockRemoved(block_hashes=hashes, **fields)
         parent = blocks[0].parent
+        kind, window = self._kinds[group]
         return BlockStored(
             block_hashes=[_external(each.block_hash) for each in blocks],
             parent_block_hash=None if parent is None else _external(parent),
             token_ids=list(chain.from_iterable(each.token_ids for each in blocks)),
             block_size=self._sizes[group],
             extra_keys=_untagged([each.extra_keys for each in blocks]),
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=window,
             **blocks[0].of,
             **fields,
         )

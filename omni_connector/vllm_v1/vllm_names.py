@@ -315,6 +315,8 @@ TABLE: Final[tuple[UsedName, ...]] = (
             "medium",
             "extra_keys",
             "group_idx",
+            "kv_cache_spec_kind",
+            "kv_cache_spec_sliding_window",
         ),
     ),
     Called(
@@ -361,7 +363,10 @@ TABLE: Final[tuple[UsedName, ...]] = (
     Called("vllm.v1.core.block_pool:BlockPool.get_num_free_blocks"),
     Called("vllm.v1.core.block_pool:BlockPool.get_cached_block", 2),
     Attributes(f"{_KV_CACHE}:KVCacheBlock", ("block_hash", "block_id", "is_null", "ref_cnt")),
-    Attributes("vllm.v1.core.kv_cache_manager:KVCacheManager", ("block_pool", "coordinator")),
+    Attributes(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager",
+        ("block_pool", "coordinator", "kv_cache_event_metadata"),
+    ),
     Called("vllm.v1.core.kv_cache_manager:KVCacheManager.get_blocks", 1),
     Called("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_blocks", 1),
     Called("vllm.v1.core.kv_cache_manager:KVCacheManager.free", 1),

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.vllm
 HASHED = 4
 SIZES = (4, 8, 12)
 GROUP_IDS = (3, 0, 5)
+KINDS = [("full_attention", None), *[("mamba", None)] * 3, *[("sliding_window", 8)] * 2]
 TOKENS = 60
 
 
@@ -91,6 +92,8 @@ def one_event(change):
         lora_name=lora and lora.name,
         extra_keys=module._untagged([keys]),
         session_id=of.session_id,
+        kv_cache_spec_kind=KINDS[GROUP_IDS[group]][0],
+        kv_cache_spec_sliding_window=KINDS[GROUP_IDS[group]][1],
         **fields,
     )
 
@@ -162,7 +165,7 @@ def twins(slots):
     ]
 
     def engines(pool):
-        events = KVEvents(pool, groups, GROUP_IDS, HASHED)
+        events = KVEvents(pool, groups, GROUP_IDS, KINDS, HASHED)
         return events.changes, events.take
 
     def block_by_block(pool):

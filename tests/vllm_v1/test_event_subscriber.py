@@ -50,6 +50,7 @@ def test_it_hears_several_engines_at_one_loopback_port() -> None:
                         lora_id=None,
                         medium="CPU",
                         lora_name=None,
+                        kv_cache_spec_kind="mamba",
                     )
                     publisher.publish(KVEventBatch(ts=0.0, events=[stored]))
                 time.sleep(0.05)
@@ -57,4 +58,4 @@ def test_it_hears_several_engines_at_one_loopback_port() -> None:
             subscriber.kill()
             for publisher in publishers:
                 publisher.shutdown()
-    assert heard == {"BlockStored 1", "BlockStored 2"}
+    assert heard == {"BlockStored 1 CPU mamba", "BlockStored 2 CPU mamba"}

@@ -119,11 +119,19 @@ def test_what_is_kept_is_told_with_its_tokens(teller):
 
 
 @pytest.mark.parametrize("family", ["full", "window", "window and full", "latent"])
-def test_each_group_is_told(teller, family):
+def test_each_group_is_told_as_vllm_tells_it(teller, family):
+    """Routers count main attention alone, and take an event without a kind for that."""
     engine, router = teller(family=family)
     publish(engine)
-    told = {(e.group_idx, e.block_hashes[0]) for e in router.of("CPU")}
+    told, vllms = (
+        {(e.group_idx, e.block_hashes[0]): e for e in router.of(medium)}
+        for medium in ("CPU", "GPU")
+    )
     assert len(told) == kept(engine)
+    for block, event in told.items():
+        assert event.kv_cache_spec_kind
+        place = {"medium": "GPU", "locality": vllms[block].locality}
+        assert msgspec.structs.replace(event, **place) == vllms[block]
     assert not router.of("CPU", BlockRemoved)
 
 
@@ -235,7 +243,7 @@ def told_as_stored(request):
     group = GroupShape(
         kind="full_attention", block_size=BLOCK, attention_type="all", layers="x", pages=("x",)
     )
-    events = KVEvents(None, [group], [0], BLOCK)
+    events = KVEvents(None, [group], [0], [("full_attention", None)], BLOCK)
     hashes = request.block_hashes
     events.changes.looked_up(
         request, 0, list(zip(hashes, hashes, strict=True)), [True] * len(hashes)
