@@ -140,7 +140,7 @@ def prompt_of(
 
 def drop_unusable(request: "Request", stats: Stats) -> None:
     """Take from a new request params that neither this connector nor vLLM can read."""
-    params = request.kv_transfer_params
+    params: Any = request.kv_transfer_params
     if params is not None and not is_usable(params):
         stats.fail("malformed_params")
         logger.warning(
