@@ -410,7 +410,10 @@ def _defining(owner: str, name: str) -> str | None:
     module = owner.partition(":")[0]
     if not _is_vllm(module):
         return None
-    what = load(owner)
+    try:
+        what = load(owner)
+    except ImportError:
+        return None  # of another version
     if not isinstance(what, type):
         return owner if hasattr(what, name) or _is_submodule(owner, name) else None
     # What is told of any spec of a KV cache may be in some of them only.
