@@ -8,6 +8,7 @@ reads, or where it reads none, dataclasses of tensors.
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -223,6 +224,10 @@ def triton(changed: str | None, monkeypatch) -> torch.nn.Module:
     monkeypatch.setattr(mxfp4_oracle, "_swizzle_mxfp4", swizzle)
     monkeypatch.setattr(mxfp4_oracle, "FlexCtx", made, raising=False)
     monkeypatch.setattr(mxfp4_oracle, "PrecisionConfig", made, raising=False)
+    # vLLM 0.30 imports them when it needs them.
+    kernels = SimpleNamespace(FlexCtx=made, PrecisionConfig=made)
+    monkeypatch.setitem(sys.modules, "triton_kernels", SimpleNamespace(matmul_ogs=kernels))
+    monkeypatch.setitem(sys.modules, "triton_kernels.matmul_ogs", kernels)
     method = GptOssMxfp4MoEMethod.__new__(GptOssMxfp4MoEMethod)
     method.mxfp4_backend = mxfp4_oracle.Mxfp4MoeBackend.TRITON
     method.num_experts, method.hidden_size, method.intermediate_size = experts, hidden, inner
@@ -235,6 +240,8 @@ def triton(changed: str | None, monkeypatch) -> torch.nn.Module:
 def mega_experts(
     made_by: type[DeepseekV4MegaMoEExperts], changed: str | None, monkeypatch, **settings: object
 ) -> torch.nn.Module:
+    # vLLM 0.30 packs on a GPU alone.
+    backends = pytest.importorskip("vllm.model_executor.layers.fused_moe.deep_gemm_mega_moe")
     library = SimpleNamespace(
         transform_sf_into_required_layout=lambda scale, *_: scale,
         transform_weights_for_mega_moe=lambda first, second, **_: (
@@ -257,9 +264,7 @@ def mega_experts(
         intermediate_size=32,
         **settings,
     )
-    from vllm.model_executor.layers.fused_moe.deep_gemm_mega_moe import DeepGemmSm100MegaMoEBackend
-
-    layer._backend = DeepGemmSm100MegaMoEBackend()
+    layer._backend = backends.DeepGemmSm100MegaMoEBackend()
     filled(layer, changed)
     return as_loaded(layer, layer.finalize_weights)
 
