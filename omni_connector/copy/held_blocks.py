@@ -102,6 +102,10 @@ class EngineStep(Protocol):
 
     @property
     def num_scheduled_tokens(self) -> Mapping[str, int]: ...
+    @property
+    def scheduled_spec_decode_tokens(self) -> Mapping[str, Sequence[int]]: ...
+    @property
+    def kv_connector_block_state(self) -> Any: ...
 
 
 class CopyWork(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from omni_connector.copy.held_blocks import CopyWork, EngineBlock, RequestBlocks
+from omni_connector.copy.held_blocks import CopyWork, EngineBlock, EngineStep, RequestBlocks
 from omni_connector.requests.phases import Phase
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Step:
     """
 
     work: CopyWork
-    output: Any
+    output: EngineStep
     busy: bool
     known: bool
     requests: "Requests"
