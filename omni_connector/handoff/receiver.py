@@ -53,17 +53,16 @@ logger = logging.getLogger("vllm.omni_connector.receiver")
 SHORT_PROMPT: Final = "short_prompt"
 """Kind of failure: a hand-off is not fetched, as its prompt has too few tokens."""
 
-_DENIALS: Final = frozenset(
-    {
-        "unknown_token",
-        "other_prompt",
-        "other_epoch",
-        OTHER_WEIGHTS,
-        "not_ready",
-        "not_introduced",
-        "overloaded",
-    }
-)
+# The words with which a peer refuses a lease, and what they mean.
+_DENIALS: Final[Mapping[str, str]] = {
+    "unknown_token": "it has no such hand-off: it was used, aborted or expired",
+    "other_prompt": "the hand-off is of another prompt",
+    "other_epoch": "it has been started again since",
+    OTHER_WEIGHTS: "it has other weights",
+    "not_ready": "it did not copy the KV in time",
+    "not_introduced": "it has too many peers to know this engine",
+    "overloaded": "too many lease requests wait there",
+}
 
 _KINDS: Final[dict[type[Exception], str]] = {
     IncompatiblePeerError: "incompatible_peer",
@@ -309,11 +308,13 @@ class HandoffReceiver(Product):
         if isinstance(error, LeaseDeniedError):
             # Kinds become metric labels, so only known words of the peer do.
             kind = error.reason if error.reason in _DENIALS else "denied"
+            text = _DENIALS.get(error.reason, str(error))
         else:
             kind = next((kind for cls, kind in _KINDS.items() if isinstance(error, cls)), "")
             if not kind:
                 raise error
-        self._give_up(load, kind, str(error))
+            text = str(error)
+        self._give_up(load, kind, text)
         return True
 
     def _check(self, lease: Lease, prompt: Prompt) -> str | None:
