@@ -189,7 +189,11 @@ def test_the_tokenizer_of_engram_is_compared(tmp_path):
     [("auto", "float16", False), ("fp8", "fp8_e4m3", False), ("auto", "bfloat16", True)],
 )
 def test_a_type_of_kv_has_one_name(tmp_path, ours, theirs, differ):
-    keys = [key(tmp_path, {}, kv_dtype=each) for each in (ours, theirs)]
+    try:
+        keys = [key(tmp_path, {}, kv_dtype=each) for each in (ours, theirs)]
+    except ValueError as error:  # from 0.33 on
+        assert "incompatible with dtype" in str(error)
+        pytest.skip("this vLLM refuses KV of another type than the model's")
     found = keys[0].difference(keys[1])
     assert (found is not None and found[0] == "kv_dtype") == differ
     assert (key_prefix("n", keys[0], "h") == key_prefix("n", keys[1], "h")) != differ
