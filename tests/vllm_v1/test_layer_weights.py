@@ -241,7 +241,7 @@ def mega_experts(
     made_by: type[torch.nn.Module] | None, changed: str | None, monkeypatch, **settings: object
 ) -> torch.nn.Module:
     if made_by is None:
-        pytest.skip("vLLM has no such class from 0.33 on")
+        pytest.skip("from vLLM 0.33 on one class makes them, with other arguments")
     # vLLM 0.30 packs on a GPU alone.
     backends = pytest.importorskip("vllm.model_executor.layers.fused_moe.deep_gemm_mega_moe")
     library = SimpleNamespace(
