@@ -451,7 +451,7 @@ class OmniScheduler:
         # While an earlier step computes, its results must not wait for this step.
         meta = OmniConnectorMetadata(idle=not computes and True not in self._computing)
         self._computing.append(computes)
-        self._periodic_tasks.ended()
+        self._periodic_tasks.ended()  # it ends leases in place of a thread that has ended
         self._follow_weights()
         known = self._weights.known
         if not known:
