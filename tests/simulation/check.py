@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Protocol
 
+from omni_connector.requests.state import Offer
 from tests import inspection
 
 _CONTAINERS: Final = (dict, list, set, deque, frozenset)
@@ -112,6 +113,8 @@ def _walk(thing: Any, path: str, found: dict[str, int], seen: set[int], depth: i
 @functools.cache
 def _manner(kind: type) -> str | None:
     """How one goes on from a thing of some type; None for not at all."""
+    if issubclass(kind, Offer):  # it leads to a product, which is looked at in its own place
+        return None
     if issubclass(kind, _CONTAINERS):
         return "container"
     if issubclass(kind, tuple):
