@@ -345,6 +345,7 @@ def test_an_engine_whose_device_fails_in_a_load_holds_nothing_of_its_peer(engine
     decode.run(lambda: bool(decode.failures()))
     assert decode.failures() == {"load_failed": 1}
     decode.shutdown()
+    wait(lambda: not prefill.usage[0])  # the release of its lease is on its way
     assert_clean(prefill)
     other = engine("kv_consumer")
     assert hand_off(prefill, other, PROMPT) == tokens(PROMPT, 6)
