@@ -371,8 +371,23 @@ class Clients(Deployment):
                 )
 
         def again() -> None:
+            if not target.alive:
+                self.intents -= 1
+                return
+            loads: list[bool] = []
+
+            def called() -> None:
+                loads.append(True)
+                load()
+
+            target.call(called)
+            self.world.later(_IN_USE_S, lambda: unheard(loads))
+
+        def unheard(loads: list[bool]) -> None:  # its device may have failed meanwhile
+            if loads:
+                return
             if target.alive:
-                target.call(load)
+                self.world.later(_IN_USE_S, lambda: unheard(loads))
             else:
                 self.intents -= 1
 
