@@ -45,6 +45,9 @@ _QUIET_S: Final = 700.0
 
 _TICKS_S: Final = 1.2
 
+_RETRIES: Final = 4
+"""How often, at most, a device is given `_QUIET_S` to pin what it has refused twice."""
+
 _SENT_S: Final = 60.0
 """Longest time in seconds in which a slow store, or one whose files hang, takes what was computed
 last, and in which a device pins what it has refused before."""
@@ -222,6 +225,12 @@ def _settle(cluster: Cluster, plan: Plan, look: Any) -> None:
         world.run(lambda: _stores_have_all(cluster), world.now + _SENT_S)
     if plan.buffers:
         world.run(lambda: _never_pinned(cluster) is None, world.now + _SENT_S)
+    for _ in range(_RETRIES):  # what was refused twice is asked for again after a while
+        if _never_pinned(cluster) is None:
+            break
+        world.advance(_QUIET_S)
+        cluster.lag += _QUIET_S + _TICKS_S
+        _tick(world)
 
 
 def _tick(world: World) -> None:
