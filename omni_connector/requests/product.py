@@ -42,7 +42,8 @@ class Step:
 
 class Product:
     """One of them. Each method is called on the engine's thread, and does nothing unless a product
-    has something to do then."""
+    has something to do then. `explain` asks shared prefixes for an `offer` on a thread of its own,
+    with a prompt that is no request's."""
 
     waits_in: ClassVar[Phase]
     """The phase of a request that it has vLLM ask for again."""
