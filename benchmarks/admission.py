@@ -2,12 +2,12 @@
 """Which blocks are saved to an arena, and what they give: admission policies on made traces.
 
 Block hashes only, no engine: the real slot pool with its order of eviction and its admission, as an
-engine that shares prefixes uses them. A prompt finds its blocks up to the first that is missing,
-and then saves those of its new blocks that the policy admits. Beside the policies of the setting
-`admission` stand:
+engine that shares prefixes uses them (*learnt*). A prompt finds its blocks up to the first that is
+missing, and then saves those of its new blocks that the policy admits. Beside it stand:
 
-- `auto` with another threshold;
-- `auto` as if all prompts were of one depth: it learns one ratio for all;
+- all: every new block is saved;
+- another threshold;
+- one depth: all prompts are of one depth, so that it learns one ratio for all;
 - Belady: it knows the future. It saves only blocks that are used before they would go.
 
     python benchmarks/admission.py [--quick]
@@ -31,7 +31,6 @@ from traces import Trace, agents, block_key, conversations, documents, mixed
 from omni_connector.arena import eviction
 from omni_connector.arena.eviction import depth_of
 from omni_connector.arena.slot_pool import SlotPool
-from omni_connector.config import Admission
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -71,11 +70,16 @@ class Outcome:
 
 
 def replay(
-    size: int, trace: Trace, admission: Admission, depth_of: Callable[[int], int] = depth_of
+    size: int,
+    trace: Trace,
+    *,
+    saves_all: bool = False,
+    depth_of: Callable[[int], int] = depth_of,
 ) -> Outcome:
     """Replay a trace on the slot pool.
 
     Args:
+        saves_all: whether every new block is saved, whatever the pool admits.
         depth_of: the depth of a prompt of which so many blocks were found.
     """
     pool = SlotPool(size)
@@ -91,7 +95,8 @@ def replay(
         pool.touch(found, pool.generation[found])
         new = [keys[place] for place in np.flatnonzero(~has).tolist()]
         prompts = np.full(len(new), depth_of(depth))
-        admitted = np.flatnonzero(pool.admits(0, new, admission, prompts))
+        admits = np.ones(len(new), bool) if saves_all else pool.admits(0, new, prompts)
+        admitted = np.flatnonzero(admits)
         chosen = [new[place] for place in admitted.tolist()]
         kept = pool.keep(0, chosen, size, prompts=prompts[admitted])
         pool.filled(kept.slots)
@@ -100,14 +105,9 @@ def replay(
     return Outcome(asked, hits, saved)
 
 
-def setting(admission: Admission) -> Callable[[int, Trace], Outcome]:
-    """One of the values of the setting `admission`."""
-    return lambda size, trace: replay(size, trace, admission)
-
-
 @contextmanager
-def auto_worth(worth: int) -> Iterator[None]:
-    """Have `auto` pass blocks over while fewer than one in `worth` is used again."""
+def worth(worth: int) -> Iterator[None]:
+    """Have blocks passed over while fewer than one in `worth` is used again."""
     former = eviction.WORTH
     eviction.WORTH = worth  # type: ignore[misc]
     try:
@@ -116,15 +116,10 @@ def auto_worth(worth: int) -> Iterator[None]:
         eviction.WORTH = former  # type: ignore[misc]
 
 
-def auto_32(size: int, trace: Trace) -> Outcome:
-    """The setting `auto`, if it wanted one block in 32 to be used again."""
-    with auto_worth(32):
-        return setting("auto")(size, trace)
-
-
-def one_depth(size: int, trace: Trace) -> Outcome:
-    """The setting `auto`, if all prompts were of one depth."""
-    return replay(size, trace, "auto", lambda _: 0)
+def one_in_32(size: int, trace: Trace) -> Outcome:
+    """As learnt, if one block in 32 were enough."""
+    with worth(32):
+        return replay(size, trace)
 
 
 def belady(size: int, trace: Trace) -> Outcome:
@@ -162,11 +157,10 @@ def belady(size: int, trace: Trace) -> Outcome:
 
 
 POLICIES: dict[str, Callable[[int, Trace], Outcome]] = {
-    "all": setting("all"),
-    "second_hit": setting("second_hit"),
-    "auto": setting("auto"),
-    "auto, one in 32": auto_32,
-    "auto, one depth": one_depth,
+    "all": lambda size, trace: replay(size, trace, saves_all=True),
+    "learnt": replay,
+    "one in 32": one_in_32,
+    "one depth": lambda size, trace: replay(size, trace, depth_of=lambda _: 0),
     "Belady": belady,
 }
 
@@ -194,9 +188,10 @@ def markdown(results: Results, sizes: dict[str, str], command: str) -> str:
         "*found*: part of these blocks that a prompt finds, up to its first that is missing, which "
         "is also the part of its tokens. *found a save*: blocks found for each block saved.",
         "",
-        "`auto` learns by depth: how many of a prompt's first blocks were found, by powers of two. "
-        "A look-up finds that out anyway, and it tells the turns of a conversation from documents "
-        "that come once: *auto, one depth* has one count for all prompts. Nothing else is told "
+        "*learnt*, as engines do: by depth, which is how many of a prompt's first blocks were "
+        "found, by powers of two. A look-up finds that out anyway, and it tells the turns of a "
+        "conversation from documents that come once. *one in 32*: with another threshold than one "
+        "in 8. *one depth*: with one count for all prompts. Nothing else is told "
         "apart. A first turn of a conversation counts with documents, and prompts of all cache "
         f"salts count together: a count passes nothing over before {eviction.LEAST} new blocks, so "
         "one for each salt would copy so many for each; and clients choose their salts.",

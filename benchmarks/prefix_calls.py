@@ -103,7 +103,6 @@ class Host:
             groups=(FULL, WINDOWED),
             key_prefix=b"prefix",
             load_timeout=1.0,
-            admission="all",
             context=PROCESS_CONTEXT,
         )
 

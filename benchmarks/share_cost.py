@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine pays for sharing its prefixes where no prompt ever comes again.
 
-An engine without a connector, one that shares (`admission: auto`), and one that keeps all new
-blocks (`admission: all`) are bound to the same core, and get the same random prompts, one at a
-time, in turns. The first prompts fill the arenas.
+An engine without a connector and one that shares are bound to the same core, and get the same
+random prompts, one at a time, in turns. The first prompts fill the arena.
 
     python benchmarks/share_cost.py [--prompts 60] [--quick]
 
@@ -35,7 +34,7 @@ TOKEN_BYTES = 128 << 10
 FILLS = 24  # prompts that an arena holds
 WARM_UPS = 4
 TARGET = 0.99
-ADMISSIONS = {"shares": "auto", "keeps all": "all"}
+SHARES = "shares"
 
 Times = dict[str, list[float]]
 """Seconds to the first token by engine, one a prompt."""
@@ -46,11 +45,9 @@ def measure(place: Place, prompts: int) -> Times:
     core = cores()[1]
     gib = (FILLS + WARM_UPS) * TOKENS * TOKEN_BYTES / 2**30
     engines = {NONE: place.engine("plain", None, core)}
-    for name, admission in ADMISSIONS.items():
-        # Each in a namespace of its own, as they would share with each other.
-        extra = {"arena_gib": gib, "admission": admission, "namespace": admission}
-        config = {"kv_connector": OURS, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        engines[name] = place.engine(name.replace(" ", "-"), config, core)
+    extra = {"arena_gib": gib}
+    config = {"kv_connector": OURS, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    engines[SHARES] = place.engine(SHARES, config, core)
     draw = random.Random(0)
     times: Times = {name: [] for name in engines}
     with started(list(engines.values())), place.logs_on_failure(), contextlib.ExitStack() as stack:
@@ -68,13 +65,13 @@ def measure(place: Place, prompts: int) -> Times:
     return times
 
 
-def row(phase: str, name: str, times: Times, part: slice) -> str:
+def row(phase: str, times: Times, part: slice) -> str:
     """Medians, and the quartiles of what no connector takes by what this engine does."""
-    plain, theirs = times[NONE][part], times[name][part]
+    plain, theirs = times[NONE][part], times[SHARES][part]
     ratios = [one / other for one, other in zip(plain, theirs, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return (
-        f"| {phase} | {name} | {len(theirs)} | {1e3 * statistics.median(plain):.0f} "
+        f"| {phase} | {len(theirs)} | {1e3 * statistics.median(plain):.0f} "
         f"| {1e3 * statistics.median(theirs):.0f} | {middle:.3f} | {low:.3f} - {high:.3f} |"
     )
 
@@ -82,19 +79,19 @@ def row(phase: str, name: str, times: Times, part: slice) -> str:
 def markdown(times: Times, about: str) -> str:
     """The table."""
     phases = {"the arena fills": slice(0, FILLS), "the arena is full": slice(FILLS, None)}
-    rows = [row(p, name, times, part) for p, part in phases.items() for name in ADMISSIONS]
+    rows = [row(phase, times, part) for phase, part in phases.items()]
     lines = [
         "# What sharing costs where nothing is used again",
         "",
         about,
         "",
         f"Random prompts of {TOKENS + 1} tokens, {TOKEN_BYTES >> 10} KiB of KV a token, one at a "
-        "time, to an engine without a connector and to two that share, all on one core, in turns. "
+        "time, to an engine without a connector and to one that shares, on one core, in turns. "
         "Milliseconds to the first token, medians; *ratio*: without a connector by with it, "
         "paired, median and quartiles.",
         "",
-        "| | engine | prompts | no connector | with it | ratio | quartiles |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| | prompts | no connector | with it | ratio | quartiles |",
+        "|---|---:|---:|---:|---:|---:|",
         *rows,
         "",
         f"Target, in a full arena: {TARGET}.",
@@ -106,10 +103,9 @@ def markdown(times: Times, about: str) -> str:
 def plot(times: Times, path: Path) -> None:
     """The ratios in the order of the prompts, as medians of eight."""
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    for name in ADMISSIONS:
-        ratios = [a / b for a, b in zip(times[NONE], times[name], strict=True)]
-        runs = range(8, len(ratios) + 1)
-        axes.plot(runs, [statistics.median(ratios[i - 8 : i]) for i in runs], label=name)
+    ratios = [a / b for a, b in zip(times[NONE], times[SHARES], strict=True)]
+    runs = range(8, len(ratios) + 1)
+    axes.plot(runs, [statistics.median(ratios[i - 8 : i]) for i in runs], label=SHARES)
     axes.axvline(FILLS, color="grey", linestyle=":", label="the arena is full")
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set(xlabel="prompt", ylabel="no connector / with it", title="Median of the last 8 prompts")

@@ -136,8 +136,7 @@ class Stage:
             with lmcache_server.server(self._folder, 1) as config:
                 yield config
         else:
-            extra = {"admission": "all"}
-            yield {"kv_connector": OURS, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+            yield {"kv_connector": OURS, "kv_role": "kv_both"}
 
     def expected(self, weights: int) -> list[Answer]:
         """The answers of an engine with these weights and without connector."""

@@ -23,6 +23,7 @@ ENV_PREFIX = "OMNI_CONNECTOR_"
 
 # Keys that earlier versions had, and what became of each. They are warned of for one version.
 _GONE: Final[Mapping[str, str]] = {
+    "admission": "a full arena keeps the new blocks of depths at which enough are used again",
     "thinking": "answers are kept up to their first thought, or whole by the hint `thinking: keep`",
     "huge_pages": "an arena has huge pages where the kernel gives them to shared memory",
     "copy_threads": "a copy is shared by as many cores as a rank has beside vLLM's, 4 at most",
@@ -54,11 +55,6 @@ _SHOWN_CHARS = 200
 
 MAX_ORPHAN_S: Final = 86400.0
 """Longest time, in seconds, for which the arena of an engine that has ended may be kept: a day."""
-
-Admission = Literal["auto", "all", "second_hit"]
-"""Which new blocks an arena keeps. `all`: every one. `second_hit`: a block that was there or was
-passed over not long ago. `auto`: every one until the arena is full, and then, of prompts of each
-depth, as long as one in `eviction.WORTH` is used again; else at the second hit."""
 
 HintName = Literal["no", "prefetch", "pin_s", "thinking"]
 """A hint of a request: `no` is a value of `cache`."""
@@ -207,7 +203,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         mooncake: how Mooncake is started; see `MooncakeSettings`.
         share: whether this engine keeps full blocks in its arena, and shares them with the engines
             of its user and namespace on this host.
-        admission: which new blocks it keeps.
         orphan_s: seconds for which engines of the host keep the arena of an engine that has ended,
             so that they and its successor find its blocks; 0 keeps none.
         hints: which hints of requests are followed.
@@ -234,7 +229,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     peers: tuple[str, ...] = ()
     mooncake: MooncakeSettings = MooncakeSettings()
     share: bool = True
-    admission: Admission = "auto"
     orphan_s: float = 60.0
     hints: tuple[HintName, ...] = ALL_HINTS
     store: StoreSettings | FileStoreSettings | None = None

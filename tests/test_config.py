@@ -42,7 +42,7 @@ def test_the_page_gives_the_defaults_that_hold() -> None:
     declared = {field.encode_name: field.default for field in msgspec.structs.fields(OmniConfig)}
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page.read_text(), re.MULTILINE)
     given = {key: default.strip("` ") for key, default in rows if key in declared}
-    assert {"share", "admission", "integrity", "handoff_ttl_s"} <= given.keys()
+    assert {"share", "integrity", "handoff_ttl_s"} <= given.keys()
     for key, default in given.items():
         if isinstance(declared[key], bool | float | str):
             assert default == json.dumps(declared[key]).strip('"').removesuffix(".0"), key

@@ -744,7 +744,7 @@ TIE = {"float32": 0.02, "bfloat16": 0.15}
 def check_base():
     """(a) hand-off, (b) shared prefix, (c) negative control."""
     apart = {"share": False}
-    beside = {"namespace": "kit-b", "handoff": False, "admission": "all"}
+    beside = {"namespace": "kit-b", "handoff": False}
     made = {
         "lone": lambda n: Engine(n),
         "noop": lambda n: Engine(n, connector="noop"),
@@ -963,7 +963,7 @@ def check_figures():
     sizes = [64, 128] if GHOST else [1024, 4096, 8192, 12000]
     repeats = 2 if GHOST else 5
     bytes_a_token = (4 if GHOST else 32) * 8 * 128 * 2 * 2
-    alone = {**arena, "handoff": False, "admission": "all", "namespace": "kit-own"}
+    alone = {**arena, "handoff": False, "namespace": "kit-own"}
     made = {
         "prefill": lambda n: Engine(n, connector="omni", extra={**arena, "share": False}, **big),
         "decode": lambda n: Engine(n, connector="omni", extra={**arena, "share": False}, **big),
@@ -1201,11 +1201,9 @@ def check_stress():
     made = {
         "lone": lambda n: Engine(n, kv_mib=256 if not GHOST else 8, **{**small, "sleep": False}),
         "prefill": lambda n: Engine(
-            n, connector="omni", kv_mib=64 if not GHOST else 8, **small, extra={"admission": "all"}
+            n, connector="omni", kv_mib=64 if not GHOST else 8, **small, extra={}
         ),
-        "decode": lambda n: Engine(
-            n, connector="omni", kv_mib=kv, **small, extra={"admission": "all"}
-        ),
+        "decode": lambda n: Engine(n, connector="omni", kv_mib=kv, **small, extra={}),
     }
     up = {}
     draw = random.Random(7)

@@ -30,8 +30,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_connector.config import Admission
-
 Ints = NDArray[np.int64]
 Depths = NDArray[np.uint8]
 
@@ -49,9 +47,9 @@ TAILS: Final = DEPTHS - 1
 tail that was used is evicted as early as one that was not, as its user leaves a longer one."""
 
 WORTH: Final = 8
-"""Admission `auto` passes new blocks of a depth over while fewer than one in 8 is used again. With
-one in 32 it saves up to three times as many blocks, and finds up to 3 points fewer of all blocks or
-1 point more; see `benchmarks/results/admission.md`."""
+"""New blocks of a depth are passed over while fewer than one in 8 is used again. With one in 32 up
+to three times as many blocks are saved, and up to 3 points fewer of all blocks are found or 1 point
+more; see `benchmarks/results/admission.md`."""
 
 LEAST: Final = 32
 """New blocks of a depth that are kept before any is passed over. Fewer would be no sample."""
@@ -202,18 +200,14 @@ class EvictionOrder:
             self._depth[slot_ids] = depths
         self._count_new(depths)
 
-    def admits(
-        self, hashes: Ints, admission: Admission, prompts: Ints | None = None
-    ) -> NDArray[np.bool_]:
+    def admits(self, hashes: Ints, prompts: Ints | None = None) -> NDArray[np.bool_]:
         """Which contents shall get a slot; the arguments are as for `fill`.
 
         Contents passed over are remembered as if they had been evicted, so that they are admitted
         when they come again.
         """
         depths = _depths(hashes, prompts)
-        admitted = np.full(len(hashes), admission != "second_hit")
-        if admission == "auto":
-            admitted = ~self._rarely_again[depths]
+        admitted = ~self._rarely_again[depths]
         if admitted.all():
             return admitted
         admitted |= _known(self.evicted_lately(hashes), prompts)

@@ -28,7 +28,6 @@ from omni_connector.arena.block_index import BlockIndex, Tags, first_words, tags
 from omni_connector.arena.eviction import EvictionOrder, count_by_stripe
 from omni_connector.arena.format import header_keys
 from omni_connector.arena.slot_index import Ints, SlotChanges, SlotIndex, SlotKey
-from omni_connector.config import Admission
 from omni_connector.kv.stripes import SlotGroup
 from omni_connector.runtime.turns import MakeLock
 
@@ -459,13 +458,11 @@ class SlotPool:
         self._renew(slots)
         self._fill(group, keys, slots, prompts, tags)
 
-    def admits(
-        self, group: int, keys: Sequence[SlotKey], admission: Admission, prompts: Ints | None = None
-    ) -> Bools:
+    def admits(self, group: int, keys: Sequence[SlotKey], prompts: Ints | None = None) -> Bools:
         """Which blocks of a group shall get a slot; see `EvictionOrder.admits`."""
-        if admission != "second_hit" and len(keys) <= self._num_free:
+        if len(keys) <= self._num_free:
             return np.ones(len(keys), bool)
-        return self._order.admits(_content_hashes(group, keys), admission, prompts)
+        return self._order.admits(_content_hashes(group, keys), prompts)
 
     def pin(self, slot_ids: Ints, until: Floats | float) -> int:
         """Pin slots that `find` has found: they are not evicted before their pins end.

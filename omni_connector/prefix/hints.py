@@ -51,7 +51,7 @@ class Hints(msgspec.Struct, frozen=True):
     @property
     def keeps_here(self) -> bool:
         """Whether this engine's arena keeps each of its blocks: also those that a neighbour has
-        already, and those that the admission policy would pass over."""
+        already, and those that would be passed over."""
         return self.prefetch or self.pin_s > 0
 
     def allowed(self, names: Collection[HintName]) -> "tuple[Hints, int]":

@@ -26,7 +26,6 @@ from omni_connector.arena.block_index import (
 from omni_connector.arena.format import header_keys
 from omni_connector.arena.slot_index import Ints
 from omni_connector.arena.slot_pool import NONE, Bools, KeptShards, SlotPool
-from omni_connector.config import Admission
 from omni_connector.copy.prefix_jobs import HostLoadSpec, KeepSpec
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
@@ -179,7 +178,6 @@ class HostBlocks:
         slot_groups: see `kv.stripes`; none where each group has one.
         key_prefix: prefix of the keys of this engine's blocks.
         load_timeout: seconds that a load may take.
-        admission: which new blocks get a slot in a full arena.
         context: the clock of `SlotPool.end_pins`; statistics, which count blocks that are not kept
             or not pinned.
 
@@ -200,11 +198,9 @@ class HostBlocks:
         slot_groups: tuple[SlotGroup, ...] = (),
         key_prefix: bytes,
         load_timeout: float,
-        admission: Admission,
         context: EngineContext,
     ) -> None:
         self._pool = pool
-        self._admission: Final = admission
         self._clock = context.clock
         self._stats = context.stats
         self._own = Neighbour(index, arenas, own=True)
@@ -520,7 +516,7 @@ class HostBlocks:
 
     def _lacking(self, group: int, filled: FilledBlocks) -> tuple[FilledBlocks, Tags]:
         """The blocks to save, and their tags: no engine has them (or hints ask for them in the own
-        arena), and the admission policy admits them."""
+        arena), and the order of eviction admits them."""
         here = False if filled.hints is None else filled.keeps_here
         tags = self._tags(group, filled.keys)
         new, tags = _chosen(filled, tags, self.lacks(tags, here=here))
@@ -532,17 +528,15 @@ class HostBlocks:
         return admitted, tags
 
     def _admits(self, group: int, new: FilledBlocks) -> Bools:
-        """Which of these blocks the admission policy admits, or hints ask for."""
+        """Which of these blocks the order of eviction admits, or hints ask for."""
         group = self._slot_groups[group].start
         if new.hints is None:
             with self._pool.lock:
-                return self._pool.admits(group, new.keys, self._admission, new.prompts)
+                return self._pool.admits(group, new.keys, new.prompts)
         admitted = new.keeps_here
         others = new.at(np.flatnonzero(~admitted))
         with self._pool.lock:
-            admitted[~admitted] = self._pool.admits(
-                group, others.keys, self._admission, others.prompts
-            )
+            admitted[~admitted] = self._pool.admits(group, others.keys, others.prompts)
         return admitted
 
     def kept(self, job_id: int, failure: str | None) -> None:

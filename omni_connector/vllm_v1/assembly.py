@@ -636,7 +636,6 @@ class _Assembly:
             slot_groups=self._ours.slot_groups,
             key_prefix=prefix,
             load_timeout=config.load_timeout_s,
-            admission=config.admission,
             context=self._context,
         )
 

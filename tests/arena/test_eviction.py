@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from omni_connector.arena import slot_pool
-from omni_connector.arena.eviction import DEPTHS, TAILS, EvictionOrder, depth_of
+from omni_connector.arena.eviction import DEPTHS, LEAST, TAILS, EvictionOrder, depth_of
 from omni_connector.arena.slot_index import Ints
 from omni_connector.arena.slot_pool import SlotPool
-from omni_connector.config import Admission
 
 GROUPS = 2
 
@@ -134,7 +133,7 @@ def test_of_tails_and_blocks_it_is_learnt_apart_whether_they_are_used(tails_are_
         for kind, depth in (("tail", TAILS), ("block", 0)):
             key = blake2b(f"{kind} {number}".encode()).digest()[:32]
             prompts = np.array([depth])
-            if not pool.admits(0, [key], "auto", prompts).all():
+            if not pool.admits(0, [key], prompts).all():
                 continue
             admitted[kind] += 1
             slots = pool.keep(0, [key], 1, prompts=prompts).slots
@@ -236,10 +235,10 @@ class _Prompt:
         self.filling: list[int] = []
 
 
-def admitted(pool: SlotPool, word: str, admission: Admission) -> bool:
+def admitted(pool: SlotPool, word: str) -> bool:
     """Keep a block, if it is admitted."""
     asked = [word.encode()]
-    if not pool.admits(0, asked, admission).all():
+    if not pool.admits(0, asked).all():
         return False
     kept = pool.keep(0, asked, 1)
     pool.filled(kept.slots)
@@ -247,28 +246,19 @@ def admitted(pool: SlotPool, word: str, admission: Admission) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    ("admission", "expected"),
-    [("all", [1, 1, 1, 1]), ("auto", [1, 0, 0, 1]), ("second_hit", [0, 0, 0, 1])],
-)
-def test_where_nothing_comes_again_new_blocks_are_passed_over(
-    admission: Admission, expected: list[int]
-) -> None:
+def test_where_nothing_comes_again_new_blocks_are_passed_over() -> None:
     pool = SlotPool(64)
-    first = [admitted(pool, f"first {i}", admission) for i in range(64)]
-    full = [admitted(pool, f"full {i}", admission) for i in range(200)]
-    late = [admitted(pool, f"late {i}", admission) for i in range(8)]
-    again = [admitted(pool, f"late {i}", admission) for i in range(8)]
-    assert [sum(each) for each in (first, full, late, again)] == [
-        each * count for each, count in zip(expected, (64, 200, 8, 8), strict=True)
-    ]
+    assert all(admitted(pool, f"first {i}") for i in range(64))
+    assert not any(admitted(pool, f"full {i}") for i in range(200))
+    assert not any(admitted(pool, f"late {i}") for i in range(8))
+    assert all(admitted(pool, f"late {i}") for i in range(8))
 
 
 @pytest.mark.parametrize("every", [6, 500])
 def test_new_blocks_are_kept_as_long_as_enough_of_them_come_again(every: int) -> None:
     pool = SlotPool(64)
     for number in range(1, 2000):
-        new = admitted(pool, str(number), "auto")
+        new = admitted(pool, str(number))
         if number % every == 0:
             pool.touch(*(np.array([each]) for each in _found(pool, str(number))))
     assert new == (every == 6)
@@ -282,13 +272,14 @@ def _found(pool: SlotPool, word: str) -> tuple[int, int]:
 
 @given(seen=st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5))
 def test_what_was_there_of_one_prompt_says_nothing_of_others(seen: list[list[bool]]) -> None:
-    pool = SlotPool(1 << 14)
-    asked = [[f"{p}/{i}".encode() for i in range(len(blocks))] for p, blocks in enumerate(seen)]
+    order = EvictionOrder(1 << 14)
+    draw = np.random.default_rng(0)
+    order.fill(np.arange(LEAST), draw.integers(1 << 62, size=LEAST))  # none of them comes again
+    asked = [draw.integers(1 << 62, size=len(blocks)) for blocks in seen]
     for prompt, blocks in zip(asked, seen, strict=True):
-        for key, before in zip(prompt, blocks, strict=True):
-            assert not before or not pool.admits(0, [key], "second_hit").any()
-    prompts = np.repeat(np.arange(len(seen)), [len(blocks) for blocks in seen])
-    together = pool.admits(0, [key for prompt in asked for key in prompt], "second_hit", prompts)
+        assert not order.admits(prompt[np.array(blocks)]).any()
+    prompts = np.repeat(np.arange(len(seen)), [len(blocks) for blocks in seen]) * DEPTHS
+    together = order.admits(np.concatenate(asked), prompts)
     assert together.tolist() == [any(of[i:]) for of in seen for i in range(len(of))]
 
 
@@ -302,7 +293,7 @@ def test_prompts_that_find_much_are_told_from_those_that_find_nothing(learns: bo
         for kind, prompt in (("once", 1), ("again", 2)):
             key = f"{kind} {number}".encode()
             prompts = np.array([prompt * DEPTHS + (depth if kind == "again" else 0)])
-            if pool.admits(0, [key], "auto", prompts).all():
+            if pool.admits(0, [key], prompts).all():
                 slots = pool.keep(0, [key], 1, prompts=prompts).slots
                 pool.filled(slots)
                 pool.let_go(slots)
@@ -323,13 +314,13 @@ def test_depths_are_powers_of_two(blocks: int, depth: int) -> None:
 def test_prompts_that_begin_to_come_again_are_noticed() -> None:
     pool = SlotPool(64)
     for number in range(500):
-        admitted(pool, f"once {number}", "auto")
+        admitted(pool, f"once {number}")
     for number in range(100):
-        if admitted(pool, f"twice {number}", "auto"):
+        if admitted(pool, f"twice {number}"):
             pool.touch(*(np.array([each]) for each in _found(pool, f"twice {number}")))
         else:
-            assert admitted(pool, f"twice {number}", "auto")
-    assert admitted(pool, "new", "auto")
+            assert admitted(pool, f"twice {number}")
+    assert admitted(pool, "new")
 
 
 def test_the_pins_of_a_copy_end_when_nobody_can_find_it_any_more() -> None:

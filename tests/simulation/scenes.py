@@ -469,7 +469,6 @@ def _read_while_evicted(plan: Plan, draw: random.Random) -> Plan:
         for family in others:
             happens.append((draw.choice((3, 10, 30)), "serve", serve(owner, (family, 37), 1)))
     groups, size = groups_of(plan.engines[0].family), plan.engines[0].block_size
-    # Two times something, as in such an arena `admission` is `all`.
     slots = 2 * groups * -(-(37 // size) // 2)
     engines = tuple(
         replace(

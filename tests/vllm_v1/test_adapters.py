@@ -406,9 +406,7 @@ def test_an_adapter_that_is_loaded_in_place_while_a_prompt_is_computed_voids_it(
 
 
 def test_in_an_arena_only_equal_contents_meet(engine, adapter, tokens):
-    first, second, third = (
-        engine("kv_both", extra={"share": True, "admission": "all"}) for _ in range(3)
-    )
+    first, second, third = (engine("kv_both", extra={"share": True}) for _ in range(3))
     for each in (first, second, third):
         inspection.neighbours(each.half).look()
         wait(lambda each=each: len(inspection.neighbours(each.half).present()) == 2)
@@ -426,7 +424,7 @@ def test_blocks_that_wait_are_not_kept_once_their_adapter_was_replaced(
 ):
     """vLLM has a prompt of the former adapter computed again by the new one, in the same blocks and
     under the same hashes, while the former blocks wait to be copied."""
-    shares = {"share": True, "admission": "all"}
+    shares = {"share": True}
     first = engine("kv_both", extra=shares, usable_blocks=5)
     second = engine("kv_both", extra=shares)
     for each in (first, second):

@@ -141,7 +141,7 @@ def test_a_shared_block_is_that_of_the_same_next_tokens(engine, drafter, drafts)
         "family": "full and drafter",
         "drafter": drafter,
         "drafts": drafts,
-        "extra": {"share": True, "admission": "all"},
+        "extra": {"share": True},
         "instant_copies": True,
         "usable_blocks": 24,
     }
@@ -159,7 +159,7 @@ def test_a_shared_block_is_that_of_the_same_next_tokens(engine, drafter, drafts)
 def test_beside_a_drafter_no_block_waits_for_its_copy(engine):
     """vLLM's hash of a block may be that of a later block with other next tokens."""
     options = {"family": "full and drafter", "drafter": "mtp", "drafts": 1}
-    extra = {"share": True, "admission": "all"}
+    extra = {"share": True}
     alone = engine("kv_both", extra=extra, usable_blocks=24, **options)
     held = alone.hold(saves=True)
     asked = alone.submit(prompt(9 * BLOCK), max_tokens=1)

@@ -50,7 +50,7 @@ def test_a_hand_off_that_is_not_taken_is_let_go_of(engine, tokens, length, overl
 
 
 def test_a_prefix_of_its_own_is_taken_from_the_arena(engine, tokens):
-    sharer = engine("kv_both", extra={"share": True, "admission": "all"}, usable_blocks=8)
+    sharer = engine("kv_both", extra={"share": True}, usable_blocks=8)
     return_experts(sharer)
     text, other = prompt(4 * BLOCK + 3), prompt(7 * BLOCK, seed=1)
     for each in (text, other, text):

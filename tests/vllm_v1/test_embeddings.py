@@ -17,7 +17,7 @@ pytestmark = pytest.mark.vllm
 
 LENGTHS = (2, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
 LENGTH = 3 * BLOCK + 5
-SHARES = {"share": True, "admission": "all"}
+SHARES = {"share": True}
 
 of_all = pytest.mark.parametrize("family", FAMILIES)
 

@@ -353,7 +353,7 @@ def test_a_hand_off_shares_no_copy_of_what_another_connector_has_failed_to_load(
     assert_clean(prefill, decode)
 
 
-SHARES = {"share": True, "admission": "all"}
+SHARES = {"share": True}
 
 
 @pytest.mark.parametrize("family", ["full", "all three"])

@@ -11,6 +11,7 @@ import weakref
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
+from omni_connector.arena import eviction
 from omni_connector.errors import PeerUnreachableError
 from omni_connector.prefix import neighbours as module
 from omni_connector.prefix.neighbours import HostNeighbours
@@ -37,7 +38,7 @@ FAMILIES = [
     "ring and full",
     "all and a ring",
 ]
-SHARE = {"share": True, "admission": "all"}
+SHARE = {"share": True}
 GONE = PeerUnreachableError("it is not attached")
 
 
@@ -136,7 +137,7 @@ def test_of_a_prompt_that_is_there_the_last_token_is_computed(sharer, tokens, le
 
 
 def test_new_blocks_are_kept_only_where_some_are_used_again(sharer, tokens):
-    first, second = sharer(extra={**slots(16), "admission": "auto"}), sharer()
+    first, second = sharer(extra=slots(16)), sharer()
     for seed in range(1, 12):  # the first 32 blocks are kept in any case
         publish(first, prompt(4 * BLOCK, seed=seed))
     assert first.count("blocks_passed_over") == 3 * 4
@@ -154,11 +155,14 @@ def test_new_blocks_are_kept_only_where_some_are_used_again(sharer, tokens):
 
 @pytest.mark.parametrize("hint", [{"pin_s": 5}, {"prefetch": True}])
 def test_new_blocks_that_are_asked_for_are_kept(sharer, hint):
-    alone = sharer(extra={**slots(16), "admission": "second_hit"})
-    publish(alone, prompt(4 * BLOCK, seed=1))
-    assert kept(alone) == 0
-    publish(alone, prompt(4 * BLOCK, seed=2), params={"omni": hint})
-    assert kept(alone) == 4
+    alone = sharer(extra=slots(16))
+    for seed in range(1, 12):  # the first 32 blocks are kept in any case
+        publish(alone, prompt(4 * BLOCK, seed=seed))
+    passed_over, saved = alone.count("blocks_passed_over"), alone.count("blocks_saved")
+    assert (passed_over, saved) == (3 * 4, 8 * 4)
+    publish(alone, prompt(4 * BLOCK, seed=12), params={"omni": hint})
+    assert alone.count("blocks_passed_over") == passed_over
+    assert alone.count("blocks_saved") == saved + 4
 
 
 def test_an_engine_gets_back_what_its_own_cache_has_evicted(sharer, tokens):
@@ -380,6 +384,7 @@ def test_an_arena_stays_attached_where_only_a_slot_was_another_or_wrong(sharer, 
             "attach",
             lambda self, endpoint, **how: attached.append(1) or attach(self, endpoint, **how),
         )
+        patch.setattr(eviction, "LEAST", 1 << 20)  # no new block is passed over
         held = second.hold(loads=True)
         request_id = second.submit(QUESTION, max_tokens=6)
         second.step()

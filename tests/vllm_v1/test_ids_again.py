@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 FIRST = prompt(6 * BLOCK - 3, seed=1)
 # Of other tokens, and as long.
 SECOND = prompt(6 * BLOCK - 3, seed=2)
-SHARES = {"share": True, "admission": "all"}
+SHARES = {"share": True}
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])

@@ -120,7 +120,7 @@ def test_what_another_connector_loads_is_no_miss_and_no_hit_of_ours(engine, plac
 def beside_failing(engine, *, lifecycle=None, **options):
     """Two engines that share prefixes, each beside a connector whose loads fail."""
     options |= {"connector": "MultiConnector", "after": [FAILING]}
-    options["extra"] = {"share": True, "handoff": False, "admission": "all"}
+    options["extra"] = {"share": True, "handoff": False}
     first = engine("kv_both", lifecycle=lifecycle, **options)
     second = engine("kv_both", **options)
     wait(lambda: inspection.meets(ours(second)))
@@ -239,7 +239,7 @@ def test_what_requests_have_computed_that_end_with_a_failed_load_is_given_to_nob
 
 def test_a_block_that_another_connector_fails_to_load_instead_of_ours_is_not_kept(engine):
     """Of a prompt that was prefilled elsewhere it has the first block, and vLLM asks it first."""
-    extra = {"share": True, "admission": "all"}
+    extra = {"share": True}
     prefill = engine("kv_producer")
     decode = engine("kv_both", extra=extra, connector="MultiConnector", before=[FAILING])
     other = engine("kv_both", extra=extra)

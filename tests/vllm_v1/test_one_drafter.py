@@ -26,7 +26,7 @@ LENGTHS = (2, 5, BLOCK, BLOCK + 1, 3 * BLOCK + 5, 70)
 WAYS = [("mtp", 1), ("mtp", 3), ("modules", 2)]
 IN_OWN_GROUP, IN_THE_MODELS = "full and drafter", "full with drafter"
 MTP = {"drafter": "mtp", "drafts": 1}
-SHARE = {"share": True, "admission": "all"}
+SHARE = {"share": True}
 
 of_all = pytest.mark.parametrize("family", UNDRAFTED)
 of_both = pytest.mark.parametrize("family", [IN_OWN_GROUP, IN_THE_MODELS])

@@ -370,7 +370,7 @@ def test_wrong_bytes_of_a_later_stage_that_nobody_checks_are_noticed(
 
 @pytest.mark.parametrize("other", [(), (2,)], ids=["of one stage", "split elsewhere"])
 def test_engines_of_other_stages_share_nothing(engine, tokens, other):
-    share = {"share": True, "admission": "all"}
+    share = {"share": True}
     first = engine("kv_both", extra=share, stages=(1,))
     second = engine("kv_both", extra=share, stages=other)
     publish(first)
@@ -407,7 +407,7 @@ def test_engines_of_equal_stages_share_through_a_store(engine, tmp_path, family,
 
 @pytest.mark.parametrize("family", ["full", HYBRID])
 def test_a_reset_waits_for_the_copies_of_all_stages(engine, family):
-    share = {"share": True, "admission": "all"}
+    share = {"share": True}
     one = engine("kv_both", stages=SPLITS["two"], family=family, extra=share)
     held = one.hold(saves=True)  # of one stage
     asked = prompt(5 * BLOCK)

@@ -187,7 +187,7 @@ def test_the_last_window_of_a_shared_prefix_is_computed_again(
 
 @of_all
 def test_the_last_window_of_a_prefix_in_the_own_arena_is_computed_again(engine, computed, family):
-    one = engine("kv_both", family=family, extra={"share": True, "admission": "all"})
+    one = engine("kv_both", family=family, extra={"share": True})
     one.generate(PREFIX)
     assert_clean(one)
     assert one.scheduler.reset_prefix_cache()

@@ -131,7 +131,7 @@ def test_new_weights_come_while_it_sleeps(engine):
 
 
 def test_a_prefix_from_before_is_not_found_after(engine, tokens):
-    sharer = engine("kv_both", extra={"share": True, "admission": "all"})
+    sharer = engine("kv_both", extra={"share": True})
     for _ in range(2):
         assert sharer.generate(PROMPT, 6).tokens == tokens(PROMPT, 6)
         assert_clean(sharer)
@@ -141,7 +141,7 @@ def test_a_prefix_from_before_is_not_found_after(engine, tokens):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_where_vllm_keeps_the_cache_of_the_connector_a_prefix_is_found_after(engine, tokens, level):
-    sharer = engine("kv_both", extra={"share": True, "admission": "all"})
+    sharer = engine("kv_both", extra={"share": True})
     for _ in range(2):
         assert sharer.generate(PROMPT, 6).tokens == tokens(PROMPT, 6)
         assert_clean(sharer)

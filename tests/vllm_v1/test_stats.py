@@ -224,7 +224,7 @@ def test_counts_are_told_now_and_then_while_requests_run_and_at_once_at_their_en
     engine, monkeypatch
 ):
     monkeypatch.setattr(scheduler_report, "_REPORT_S", 1e9)
-    sharer = engine("kv_both", extra={"share": True, "admission": "second_hit"})
+    sharer = engine("kv_both", extra={"share": True})
     sharer.submit(PROMPT, max_tokens=3 * BLOCK)
     told: list[tuple[bool, bool]] = []
     number = 0
@@ -235,12 +235,12 @@ def test_counts_are_told_now_and_then_while_requests_run_and_at_once_at_their_en
         made = make_stats(*args, **kwargs)
         stats = made.kv_connector_stats if made is not None else None
         told.append((bool(sharer.scheduler.requests), stats is not None))
-        number += (stats or {}).get("counts", {}).get("blocks_passed_over", 0)
+        number += (stats or {}).get("counts", {}).get("blocks_saved", 0)
         return made
 
     sharer.scheduler.make_stats = noted
     sharer.settle()
-    # The first step tells the gauges. Blocks are passed over a few steps later.
+    # The first step tells the gauges. Blocks are saved a few steps later.
     assert [stats for running, stats in told if running] == [True, *[False] * (3 * BLOCK - 2)]
     assert number == (len(PROMPT) + 3 * BLOCK - 1) // BLOCK
 

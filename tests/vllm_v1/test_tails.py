@@ -484,7 +484,7 @@ def test_wrong_bytes_of_a_tail_are_computed_anew(in_store, engine, shelf):
 def test_a_tail_in_a_store_follows_full_blocks_in_an_arena(engine, shelf, family):
     """The arena has a full block of another prompt in the place of the tail."""
     first, reference = engine("kv_both", extra=MASTER, family=family), engine(family=family)
-    second = engine("kv_both", extra={**MASTER, "share": True, "admission": "all"}, family=family)
+    second = engine("kv_both", extra={**MASTER, "share": True}, family=family)
     said = prompt(4 * BLOCK + 7)
     first.generate(said)
     landed(first)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.vllm
 CLOSED = 1  # a token that the toy answers never
 ANSWER = 5 * BLOCK
 ASKED = prompt(3 * BLOCK + 4, seed=9)
-EXTRA = {"share": True, "admission": "all"}
+EXTRA = {"share": True}
 # Its prompt has three full blocks. The first token of the answer is at its place 4 of a block.
 THOUGHT = {"at once": 0, "in the first block": 7, "later": 2 * BLOCK + 5}
 

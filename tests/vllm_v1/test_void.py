@@ -22,7 +22,7 @@ pytestmark = pytest.mark.vllm
 ASKED = prompt(6 * BLOCK - 3, seed=1)
 # Of other tokens, and as long.
 OTHER = prompt(6 * BLOCK - 3, seed=2)
-SHARES = {"share": True, "admission": "all"}
+SHARES = {"share": True}
 ANSWER = 2 * BLOCK
 
 

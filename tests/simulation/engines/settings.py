@@ -145,7 +145,6 @@ LOAD_TIMEOUT_S: Final = 3.0
 HANDOFF_TTL_S: Final = 12.0
 LOOKUP_TIMEOUT_S: Final = 0.25
 ORPHAN_S: Final = 4.0
-ADMISSIONS: Final = ("all", "auto", "all", "second_hit")
 
 
 def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:
@@ -163,7 +162,6 @@ def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:
         "handoff_ttl_s": HANDOFF_TTL_S,
         "integrity": shape.integrity,
         "share": shape.hosts,
-        "admission": ADMISSIONS[shape.slots % len(ADMISSIONS)],
         "orphan_s": ORPHAN_S if shape.slots % 3 else 0.0,
     }
     if shape.shares:
