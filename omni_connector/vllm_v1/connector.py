@@ -97,13 +97,6 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_half = make_worker(
                 self._config, vllm_config, kv_cache_config, self._surroundings()
             )
-            self._call_directly(
-                has_connector_metadata=self._worker_half.follows_layers,
-                wait_for_save=self._worker_half.start_saves,
-                get_block_ids_with_load_errors=self._worker_half.take_bad_block_ids,
-            )
-            if self._runner_ends_steps:
-                self._call_directly(get_kv_connector_stats=self._worker_half.take_stats)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -116,14 +109,6 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         # Data-parallel ranks wait for each other, also for a rank that has nothing to compute.
         parallel = self._vllm_config.parallel_config
         return replace(SURROUNDINGS, lingers=parallel.data_parallel_size == 1)
-
-    def _call_directly(self, **methods: Callable[..., Any]) -> None:
-        """Have vLLM call methods of a half without a call of this object in between.
-
-        vLLM calls them in each step, and the model has emptied the processor's caches since the
-        last one."""
-        for name, method in methods.items():
-            setattr(self, name, method)
 
     @cached_property
     def _scheduler(self) -> OmniScheduler:
@@ -143,10 +128,12 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_half.close()
 
     def get_kv_connector_stats(self) -> OmniStats | None:
-        """What a worker has counted since the last call, of a rank whose steps the runner does not
-        end: vLLM asks this last."""
+        """What this half has counted since the last call."""
+        if self._scheduler_half is not None:
+            return self._scheduler_half.take_stats()
         stats = self._worker.take_stats()
-        self.clear_connector_metadata()
+        if not self._runner_ends_steps:  # this is the last that vLLM asks in a step
+            self.clear_connector_metadata()
         return stats
 
     # The scheduler half
@@ -199,17 +186,6 @@ class OmniKVConnector(KVConnectorBase_V1, SupportsHMA):
         )
         leave = partial(self._scheduler_half.leave, shutdown_timeout(self._vllm_config))
         patches.notice_shutdown(leave)
-        half = self._scheduler_half
-        self._call_directly(
-            on_new_request=half.on_new_request,
-            get_num_new_matched_tokens=half.get_num_new_matched_tokens,
-            update_state_after_alloc=half.update_state_after_alloc,
-            build_connector_meta=half.build_meta,
-            get_kv_connector_stats=half.take_stats,
-            has_pending_push_work=half.has_work,
-            has_pending_block_frees=half.frees_soon,
-            take_events=half.step_ended,
-        )
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         return self._scheduler.loaded_groups(request)
