@@ -19,21 +19,12 @@ from pathlib import Path
 import torch
 
 BENCHMARKS = (
-    "data_plane",
     "load_beside_save",
-    "parallel_copies",
     "simulated_gpu",
     "unlike_engines",
-    "stripes",
-    "fresh_arena",
     "weights_digest",
     "scheduler_step",
-    "prefix_calls",
-    "handoff_open",
-    "scale",
-    "cluster",
     "many_engines",
-    "block_index",
     "eviction",
     "admission",
     "objects",

@@ -25,8 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from data_plane import RESULTS
-from machine import machine
+from machine import RESULTS, machine
 
 from omni_connector.arena.arena import Arena
 from omni_connector.copy.choice import make_copier

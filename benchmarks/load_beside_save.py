@@ -28,8 +28,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from data_plane import KIB, RESULTS, Memcpy, timed
-from machine import machine
+from machine import KIB, RESULTS, Memcpy, machine, timed
 from unlike_engines import InPlace, fill
 
 from omni_connector.arena.arena import Arena

@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a benchmark ran: the line that each page begins with."""
+"""Where a benchmark ran, and a memcpy there beside which it measures."""
 
 import os
 import platform
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+KIB = 1024
 
 LOAD = os.getloadavg()[0]
 """When the benchmark started, so that its own work is not in it."""
@@ -40,3 +48,25 @@ def yields() -> str:
         "(`PYTHONPATH=tests/e2e/site`): Linux 6.18 keeps others off a core that yields "
         "([why](../../docs/troubleshooting.md#engines-that-share-cpu-cores))."
     )
+
+
+class Memcpy:
+    """The yardstick: one copy between two plain arrays, of up to `size` bytes."""
+
+    def __init__(self, size: int) -> None:
+        self.source = torch.full((size,), 3, dtype=torch.uint8).numpy()
+        self.target = torch.full((size,), 1, dtype=torch.uint8).numpy()
+
+    def beside(self, size: int, work: Callable[[], object]) -> tuple[float, float]:
+        """Seconds of a memcpy (the mean of one before and one after) and of the work."""
+        before = timed(lambda: np.copyto(self.target[:size], self.source[:size]))
+        took = timed(work)
+        after = timed(lambda: np.copyto(self.target[:size], self.source[:size]))
+        return (before + after) / 2, took
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that it takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

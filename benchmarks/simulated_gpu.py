@@ -22,8 +22,8 @@ from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
-from data_plane import RESULTS
 from load_beside_save import Rank
+from machine import RESULTS
 from numpy.typing import NDArray
 
 from omni_connector.copy.copier import BlockCopy

@@ -25,8 +25,7 @@ import msgspec
 import numpy as np
 import torch
 import xxhash
-from data_plane import KIB, RESULTS, Memcpy
-from machine import machine
+from machine import KIB, RESULTS, Memcpy, machine
 
 from omni_connector.arena.arena import Arena
 from omni_connector.copy.choice import make_copier

@@ -21,8 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from data_plane import RESULTS
-from machine import machine
+from machine import RESULTS, machine
 
 from omni_connector.identity import full_digest
 from omni_connector.identity.full_digest import WeightFilesDigest

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from data_plane import RESULTS
-from machine import machine
+from machine import RESULTS, machine
 
 from omni_connector.identity.loaded_weights import PIECE_BYTES, digest_of
 

@@ -69,7 +69,7 @@ def test_a_column_is_the_geometric_mean_of_its_rows(paired: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["block_index", "data_plane", "handoff", "objects", "scheduler_step", "store"]
+    "name", ["handoff", "objects", "scheduler_step", "store"]
 )
 def test_the_tables_of_a_benchmark_can_be_read(paired: Any, name: str) -> None:
     page = (FOLDER / "results" / f"{name}.md").read_text(encoding="utf-8")

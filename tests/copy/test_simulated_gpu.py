@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def simulated(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield pytest.importorskip("simulated_gpu")
-    for name in ("simulated_gpu", "load_beside_save", "unlike_engines", "data_plane"):
+    for name in ("simulated_gpu", "load_beside_save", "unlike_engines", "machine"):
         sys.modules.pop(name, None)
 
 
