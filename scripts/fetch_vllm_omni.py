@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unpacks the Python files of the published vLLM-Omni into a folder of their own, for the tests.
+"""Unpacks the published vLLM-Omni's Python files and pipelines into a folder, for the tests.
 
 It is not installed: it wants other versions of its dependencies, and would bring plugins into every
 engine of the environment. The wheel has 8 MB, and what is unpacked 25 MB.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 VERSION: Final = "0.30.0"
-FOLDER: Final = Path(__file__).parents[1] / ".vllm-omni" / VERSION
+FOLDER: Final = Path(__file__).parents[1] / ".vllm-omni" / f"{VERSION}-with-pipelines"
 
 _MAX_WHEEL_BYTES: Final = 32 << 20
 _MAX_UNPACKED_BYTES: Final = 128 << 20
@@ -69,7 +69,7 @@ def _unpack(wheel: Path, place: Path) -> None:
         files = [
             each
             for each in archive.infolist()
-            if each.filename.startswith("vllm_omni/") and each.filename.endswith(".py")
+            if each.filename.startswith("vllm_omni/") and each.filename.endswith((".py", ".yaml"))
         ]
         total = sum(each.file_size for each in files)
         if total > _MAX_UNPACKED_BYTES:

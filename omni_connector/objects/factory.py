@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OmniConnectorFactory`: connectors by the names that pipeline configurations use."""
 
+import difflib
 import functools
 import importlib
 import inspect
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,10 +24,11 @@ MOONCAKE_ENGINE: Final = "MooncakeTransferEngineConnector"
 ENGINE_PORT: Final = 50051
 """Port of a sender's `MooncakeTransferEngineConnector`, by default; vLLM-Omni's default, too."""
 
-# Settings that pipelines give to every connector. One that does not know them ignores them.
-_FOREIGN_SETTINGS: Final = frozenset(
-    ("stage_id", "role", "from_stage", "to_stage", "type", "shm_threshold_bytes", "wakeup_scope")
-) | {"buffer_ttl_seconds"}
+logger = logging.getLogger(__name__)
+
+# How much an unknown setting is like one of ours if it is taken for a typing error, from 0 to 1.
+# vLLM-Omni's models have their own settings beside ours, none of which is so near.
+_NEAR: Final = 0.75
 
 Constructor = Callable[[dict[str, Any]], OmniConnector]
 
@@ -72,15 +75,26 @@ def class_of(name: str) -> type[OmniConnector]:
 def _ours(name: str, extra: dict[str, Any]) -> OmniConnector:
     connector = class_of(name)
     settings = settings_of(connector)
-    foreign = _FOREIGN_SETTINGS.difference(settings.__struct_fields__)
-    own = {key: value for key, value in extra.items() if key not in foreign}
-    if _OURS[name][0] == MOONCAKE_STORE:
+    aliases = STORE_ALIASES.keys() if _OURS[name][0] == MOONCAKE_STORE else ()
+    own = _own_of(name, extra, [*settings.__struct_fields__, *aliases])
+    if aliases:
         _rename(own)
     arguments = msgspec.structs.asdict(read_settings(name, settings, own))
     try:
         return connector(**arguments)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from error
+
+
+def _own_of(name: str, extra: dict[str, Any], known: list[str]) -> dict[str, Any]:
+    """The settings that are the connector's. A pipeline gives those of its models beside them."""
+    others = [key for key in extra if key not in known]
+    for key in others:
+        if difflib.get_close_matches(str(key), known, n=1, cutoff=_NEAR):
+            raise ConfigError(f"{name}: {unknown('setting', key, known)}")
+    if others:
+        logger.info("%s has no settings %s: they are left to others", name, ", ".join(others))
+    return {key: value for key, value in extra.items() if key in known}
 
 
 def _rename(extra: dict[str, Any]) -> None:

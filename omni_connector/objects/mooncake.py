@@ -83,6 +83,9 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         transfer_timeout: seconds after which Mooncake gives up a transfer.
         buffer_ttl_seconds, clock: as of `SharedMemoryConnector`.
 
+    Attributes:
+        host: the address, looked up.
+
     Raises:
         ConfigError: the key file has no key or is missing, or the port cannot be listened at.
         MissingDependencyError, TransportError: Mooncake is not installed, or does not start.
@@ -111,7 +114,7 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         if host in _ANY_HOST:
             host = _own_address(sender_host)
         self._process = os.getpid()
-        self._host = _parse_host(host)
+        self.host: Final = _parse_host(host)
         self._port = zmq_port
         self._allowed = Peers(peers)
         # By rank. The sender of rank None is asked where metadata names nobody.
@@ -127,7 +130,7 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
                 settings=MooncakeSettings(
                     protocol=protocol, device=device_name, timeout_s=transfer_timeout
                 ),
-                host=self._host,
+                host=self.host,
                 allows=self._may_ask,
             ),
             geometry=object_geometry(memory_pool_size and memory_pool_size / (1 << 30)),
@@ -210,11 +213,11 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         return found
 
     def _announce(self, arena: Arena, undo: ExitStack) -> tuple[Endpoint, HostPort]:
-        self._require_key(self._host)
+        self._require_key(self.host)
         endpoint = self._transport.export(arena, "objects")
         undo.callback(self._transport.withdraw, endpoint)
         server = ObjectServer(
-            HostPort(self._host, self._port), self._key or loopback_key(), self._answer, self._note
+            HostPort(self.host, self._port), self._key or loopback_key(), self._answer, self._note
         )
         undo.callback(server.close)
         self._server = server

@@ -95,17 +95,19 @@ def load_omni_transfer_config(
     stage. One without a connector gets shared memory.
 
     Args:
-        config_path: a file .json, .yaml or .yml; it has precedence over `config_dict`.
+        config_path: a file .json, .yaml or .yml; it has precedence over `config_dict`. Another file
+            that its `base_config` names is read first: its own connectors and stages then replace
+            that file's, setting by setting.
         config_dict: the same as a mapping.
 
     Raises:
         ConfigError (a ValueError): a connector is not defined, an edge has connectors of two types,
-            a value has the wrong type, or the file is of another kind.
+            a value has the wrong type, a file is of another kind, or its own base.
         FileNotFoundError: there is no such file.
         MissingDependencyError: the file is YAML and PyYAML is not installed.
     """
     if config_path is not None:
-        config_dict = _read(Path(config_path))
+        config_dict = _inherited(Path(config_path), ())
     if config_dict is None:
         return None
     try:
@@ -124,6 +126,39 @@ def load_omni_transfer_config(
             logger.info("Edge %s -> %s names no connector and gets %s", *edge, SHARED_MEMORY)
             connectors[edge] = ConnectorSpec(SHARED_MEMORY)
     return OmniTransferConfig(connectors)
+
+
+def _inherited(path: Path, above: tuple[Path, ...]) -> Mapping[str, Any]:
+    """What a file says, and what it leaves to its `base_config`, by vLLM-Omni's rules."""
+    own = _read(path)
+    base = own.get("base_config")
+    if base is None:
+        return own
+    above = (*above, path.resolve())
+    found = path.parent / str(base)
+    if found.resolve() in above:
+        raise ConfigError(f"{path} is based on itself, by way of {base}")
+    other = _inherited(found, above)
+    connectors = _merged(other.get("connectors"), own.get("connectors"))
+    stages = {each["stage_id"]: each for each in _stages_of(path, other)}
+    for each in _stages_of(path, own):
+        stages[each["stage_id"]] = {**stages.get(each["stage_id"], {}), **each}
+    return {**other, **own, "connectors": connectors, "stages": list(stages.values())}
+
+
+def _merged(base: Any, own: Any) -> Any:
+    if not (isinstance(base, dict) and isinstance(own, dict)):
+        return base if own is None else own
+    return base | {key: _merged(base.get(key), value) for key, value in own.items()}
+
+
+def _stages_of(path: Path, content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    stages = content.get("stages") or []
+    if not isinstance(stages, list) or not all(
+        isinstance(each, dict) and isinstance(each.get("stage_id"), int | str) for each in stages
+    ):
+        raise ConfigError(f"{path}: `stages` must be a list of mappings with a stage_id")
+    return stages
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -12,8 +12,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
-from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorBase
+from vllm_omni.distributed.omni_connectors.connectors.shm_connector import (
+    SharedMemoryConnector,
+)
 from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
+from vllm_omni.distributed.omni_connectors.utils.initialization import compute_connector_zmq_port
 
 from omni_connector.errors import OmniError
 from omni_connector.objects.base import OmniConnector
@@ -22,13 +25,10 @@ from omni_connector.objects.factory import (
     MOONCAKE_ENGINE,
     MOONCAKE_STORE,
     SHARED_MEMORY,
-    STORE_ALIASES,
     ConnectorSpec,
-    class_of,
-    settings_of,
 )
 from omni_connector.objects.factory import OmniConnectorFactory as OurFactory
-from omni_connector.stage.ports import configured_port, kv_port, replica_id, stage_number
+from omni_connector.stage.ports import configured_port, replica_id, stage_number
 from omni_connector.stage.tp import local_rank
 
 logger = logging.getLogger(__name__)
@@ -37,19 +37,25 @@ logger = logging.getLogger(__name__)
 _SERIALIZED: Final = "vllm_omni"
 
 
-class _Adapter(OmniConnectorBase):  # type: ignore[misc]
+class _Adapter(SharedMemoryConnector):  # type: ignore[misc]
     """A connector of this package behind vLLM-Omni's interface.
+
+    vLLM-Omni frees the chunks of an aborted request, key by key, only where the connector is a
+    `SharedMemoryConnector`. So this is one, and nothing of that class is used.
 
     Bytes travel as they are. Every other object passes through vLLM-Omni's serializer, which knows
     vLLM-Omni's types and does not pickle. What a stage outside vLLM-Omni has put arrives as it was
     put; packed KV arrives as a tensor of bytes, which vLLM-Omni's manager reads.
 
     Args:
-        config: `extra` of the pipeline's configuration. The settings of our connector are taken
-            from it; the others, which vLLM-Omni adds, are ignored.
+        config: `extra` of the pipeline's configuration.
+
+    Attributes:
+        config: as given; the stage processors of models read their own settings there.
+        stage_id: the stage whose worker this is, by which chunks are named; -1 if none is given.
 
     Raises:
-        ConfigError: a setting of our connector is ill-typed.
+        ConfigError: a setting of our connector is ill-typed or mistyped.
         MissingDependencyError, TransportError: the connector does not start.
     """
 
@@ -59,12 +65,13 @@ class _Adapter(OmniConnectorBase):  # type: ignore[misc]
     _inner: OmniConnector = None  # type: ignore[assignment]
 
     def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.stage_id = int(config.get("stage_id", -1))
         self._inner = OurFactory.create_connector(ConnectorSpec(self._name, self._own(config)))
 
     @classmethod
     def _own(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        known = _settings(cls._name)
-        return {key: value for key, value in config.items() if key in known}
+        return dict(config)
 
     def put(
         self, from_stage: str, to_stage: str, put_key: str, data: Any
@@ -150,18 +157,26 @@ class OmniMooncakeStoreConnector(_Adapter):
 
 
 class OmniMooncakeTransferEngineConnector(_Adapter):
-    """`MooncakeTransferEngineConnector` of this package, for the KV of vLLM-Omni's stages.
+    """`MooncakeTransferEngineConnector` of this package, for vLLM-Omni's stages.
 
-    It begins to listen with the first `put`, which tells the stage, at the port by which
-    vLLM-Omni's orchestrator names this sender to receivers (`stage.ports`).
+    It begins to listen with the first `put`, at the port by which vLLM-Omni's orchestrator names
+    this sender to receivers: one for what a stage forwards, another for its KV. vLLM-Omni gives the
+    connectors of what it forwards a `stage_id`, and those of KV none. A receiver that is told of no
+    sender asks at `sender_host`, by default this host, at the port of the stage before.
     """
 
     _name = MOONCAKE_ENGINE
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
+        self._forwards = "stage_id" in config
         self._base = configured_port(config.get("zmq_port", ENGINE_PORT))
         self._listens = False
+        sender = stage_number(config.get("from_stage", self.stage_id - 1))
+        if self._forwards and self._base and 0 <= sender != self.stage_id:
+            host = config.get("sender_host") or self._engine.host
+            port = config.get("sender_zmq_port") or self._port_of(sender)
+            self._engine.update_sender_info(host, port)
 
     @classmethod
     def _own(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,9 +207,19 @@ class OmniMooncakeTransferEngineConnector(_Adapter):
         return self._inner
 
     def _listen(self, stage: int) -> None:
-        port = self._base and kv_port(self._base, stage, replica=replica_id(), rank=local_rank())
-        self._engine.listen(port)
+        self._engine.listen(self._base and self._port_of(stage))
         self._listens = True
+
+    def _port_of(self, stage: int) -> int:
+        purpose = "request_forwarding" if self._forwards else "kv_transfer"
+        port: int = compute_connector_zmq_port(
+            self._base,
+            purpose=purpose,
+            from_stage=stage,
+            local_rank=local_rank(),
+            replica_id=replica_id(),
+        )
+        return port
 
     def _trusted(self, metadata: Any) -> Any:
         # It comes from the orchestrator, which says whom to ask for a request.
@@ -205,12 +230,6 @@ class OmniMooncakeTransferEngineConnector(_Adapter):
             except ValueError as error:
                 logger.warning("No sender is at %r: %s", host, error)
         return metadata
-
-
-@functools.cache
-def _settings(name: str) -> frozenset[str]:
-    found = frozenset(settings_of(class_of(name)).__struct_fields__)
-    return found | STORE_ALIASES.keys() if name == MOONCAKE_STORE else found
 
 
 def _is_serialized(data: object) -> bool:

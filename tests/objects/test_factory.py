@@ -71,9 +71,11 @@ def test_two_connectors_of_a_pipeline_meet() -> None:
         assert found[0] == {"a": 1}
 
 
-def test_settings_that_pipelines_add_are_no_error() -> None:
+def test_settings_of_models_and_stages_are_left_to_them(caplog: pytest.LogCaptureFixture) -> None:
     added = {"stage_id": 1, "role": "sender", "from_stage": 0, "to_stage": 1}
-    create("SharedMemoryConnector", shm_threshold_bytes=65536, **added).close()
+    with caplog.at_level("INFO", "omni_connector.objects.factory"):
+        create("SharedMemoryConnector", codec_chunk_frames=25, **added).close()
+    assert "codec_chunk_frames" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_settings_of_the_store_have_the_names_of_vllm_omni(
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"metadata": "x"}, "did you mean 'metadata_server'"),
+        ({"metadata_serve": "x"}, "did you mean 'metadata_server'"),
         ({"protocol": "udp"}, "protocol"),
         ({"segment": "512MB"}, "segment_gib"),
         ({"segment": 1, "segment_gib": 1}, "'segment' and 'segment_gib' say the same"),

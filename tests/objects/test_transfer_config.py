@@ -215,3 +215,52 @@ def test_yaml_without_pyyaml_names_what_to_install(
         load_omni_transfer_config(path)
     (tmp_path / "p.json").write_text(json.dumps(PIPELINE))
     assert load_omni_transfer_config(tmp_path / "p.json") == load(**PIPELINE)
+
+
+def test_a_file_takes_what_it_does_not_say_from_its_base(tmp_path: Path) -> None:
+    base = {
+        "connectors": {"c": {"name": "SharedMemoryConnector", "extra": {"a": 1, "b": {"x": 1}}}},
+        "stages": [
+            {"stage_id": 0, "output_connectors": {"to_stage_1": "c"}},
+            {"stage_id": 1, "input_connectors": {"from_stage_0": "c"}},
+        ],
+    }
+    own = {
+        "base_config": "base.json",
+        "connectors": {"c": {"extra": {"b": {"y": 2}}}, "d": {"name": "MooncakeConnector"}},
+        "stages": [{"stage_id": 1, "output_connectors": {"to_stage_2": "d"}}],
+    }
+    (tmp_path / "base.json").write_text(json.dumps(base))
+    (tmp_path / "own.json").write_text(json.dumps(own))
+    found = load_omni_transfer_config(tmp_path / "own.json")
+    assert found is not None
+    assert found.connectors == {
+        ("0", "1"): ConnectorSpec("SharedMemoryConnector", {"a": 1, "b": {"x": 1, "y": 2}}),
+        ("1", "2"): ConnectorSpec("MooncakeConnector"),
+    }
+
+
+@pytest.mark.parametrize("base", ["own.json", "./own.json", "other.json"])
+def test_a_file_that_is_its_own_base_is_refused(tmp_path: Path, base: str) -> None:
+    for name, other in (("own.json", base), ("other.json", "own.json")):
+        (tmp_path / name).write_text(json.dumps({"base_config": other}))
+    with pytest.raises(ConfigError, match="based on itself"):
+        load_omni_transfer_config(tmp_path / "own.json")
+
+
+@pytest.mark.parametrize("stages", [5, [5], [{}], [{"stage_id": [1]}]])
+def test_stages_of_a_base_that_make_no_sense_are_refused(tmp_path: Path, stages: Any) -> None:
+    (tmp_path / "base.json").write_text(json.dumps({"stages": stages}))
+    (tmp_path / "own.json").write_text(json.dumps({"base_config": "base.json"}))
+    with pytest.raises(ConfigError, match="stage_id"):
+        load_omni_transfer_config(tmp_path / "own.json")
+
+
+@pytest.mark.parametrize("connectors", [5, [5], {"c": 5}])
+def test_connectors_of_a_base_that_make_no_sense_are_refused(
+    tmp_path: Path, connectors: Any
+) -> None:
+    (tmp_path / "base.json").write_text(json.dumps({"connectors": connectors}))
+    (tmp_path / "own.json").write_text(json.dumps({"base_config": "base.json"}))
+    with pytest.raises(ConfigError, match="malformed"):
+        load_omni_transfer_config(tmp_path / "own.json")

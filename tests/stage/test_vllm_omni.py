@@ -9,8 +9,6 @@ alone needs more, and is stood in for. `VLLM_OMNI_PATH` names a folder where it 
 """
 
 import json
-import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -472,20 +470,6 @@ ALONE = {
     "senders": SENDERS,
     "their prefetch": MANAGERS + PREFETCH.format(connector="our shared memory"),
 }
-
-
-@pytest.fixture(scope="session")
-def vllm_omni() -> Path:
-    """Folder of the published package."""
-    if given := os.environ.get("VLLM_OMNI_PATH"):
-        return Path(given)
-    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "fetch_vllm_omni.py"))
-    try:
-        return Path(script["fetch"]())
-    except script["FetchError"] as error:
-        if os.environ.get("CI"):
-            pytest.fail(f"vLLM-Omni cannot be had: {error}")
-        pytest.skip(f"vLLM-Omni cannot be had here: {error}")
 
 
 @pytest.fixture(scope="module")
