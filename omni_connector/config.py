@@ -315,11 +315,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 )
 
     @property
-    def outlives(self) -> bool:
-        """Whether what an engine has kept is to outlive it."""
-        return self.share and self.orphan_s > 0
-
-    @property
     def needs_loopback_key(self) -> bool:
         """Whether the control channel uses TCP without a `key_file`, which it may on loopback."""
         return self.key_file is None and bool(self.listen or self.peers)

@@ -29,7 +29,6 @@ CONNECTOR_MODULE: Final = "omni_connector.vllm_v1.connector"
 
 # By name, as vLLM imports the connector: all of `vllm_v1` needs what stands here.
 _PATCHES_MODULE: Final = "omni_connector.vllm_v1.patches"
-_RESTARTS_MODULE: Final = "omni_connector.prefix.restarts"
 
 _CONFIGURING: Final = "vllm.engine.arg_utils"
 
@@ -136,8 +135,6 @@ def register() -> None:
     problems = [each for each in (_unregistered, unsupported, unwatched) if each is not None]
     if problems:
         _say("; ".join(problems))
-    if os.environ.get("LISTEN_PID") == str(os.getpid()):  # systemd has passed descriptors
-        _stand_in()
 
 
 def require_registered() -> None:
@@ -204,10 +201,3 @@ def _loaded_for_us() -> bool:
             return patches.own_extra_config(transfer) is not None
         frame = frame.f_back
     return False
-
-
-def _stand_in() -> None:
-    try:
-        importlib.import_module(_RESTARTS_MODULE).stand_in_here()
-    except Exception:  # the engine starts without what it had kept
-        _logger.exception("What systemd has kept cannot be used; please report it")

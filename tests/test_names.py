@@ -39,14 +39,12 @@ VLLM = {
 
 OTHERS = {
     "DeepSeek": "models",
-    "FileDescriptorStoreMax": "a setting of systemd",
     "FlashAttention": "kernels",
     "FlyDSL": "kernels",
     "UltraQuant": "a kind of quantized KV",
     "MessagePack": "the wire format",
     "ModelScope": "a hub of models",
     "KillMode": "a setting of systemd",
-    "NotifyAccess": "a setting of systemd",
     "OpenMP": "threads of vLLM's CPU build",
     "preStop": "a hook of Kubernetes",
     "runAsUser": "a setting of Kubernetes",
@@ -58,8 +56,6 @@ OTHERS = {
     "mooncake.store": "a module of Mooncake's",
     "omni-connector-prefill": "an example of a Service in Kubernetes",
     "params.json": "a file of a model",
-    "sd_listen_fds": "a manual page of systemd",
-    "sd_notify": "a manual page of systemd",
     "spec_decode_acceptance_test.sh": "a test in vLLM's repository",
     "su": "a command",
     "tcp_info": "a struct of Linux",

@@ -182,6 +182,16 @@ class _Table:
         """Whether `close` was called."""
         return self._map is None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it lists no block. This looks at every bucket.
+
+        Raises:
+            TransportError: the index is closed.
+        """
+        self._require_open()
+        return not self._fingerprints.any()
+
     def find(self, tags: Tags) -> tuple[Ints, Ints]:
         """The slots and generations of blocks, both (blocks,); -1 and -1 for a block not found.
 

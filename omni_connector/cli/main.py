@@ -50,6 +50,10 @@ out of routers that look at /health, where it runs with the middleware of this p
 _ROLE = """Have an engine only prefill for others (prefill), only decode what others have prefilled
 (decode), or both, without a restart. What it holds is not affected."""
 
+_KEEP = """Hold the KV of engines that end, so that engines that start find it: over a crash, a
+restart or an upgrade, of the only engine of a host, too. It runs beside the engines, as their user,
+until SIGTERM or Ctrl-C. Memory of living engines is theirs; that of ended ones comes on top."""
+
 
 def _cache_dir() -> Path | None:
     """Return the folder for the demo's model; None if the user has no home, as in containers."""
@@ -194,7 +198,45 @@ def parser() -> argparse.ArgumentParser:
     )
     why.add_argument("--json", action="store_true", help="print a JSON document")
     _add_orders(commands)
+    _add_keep(commands)
     return top
+
+
+def _gib(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1 << 20:
+        raise argparse.ArgumentTypeError(f"must be more than 0 GiB, not {text}")
+    return number
+
+
+def _day(text: str) -> float:
+    number = float(text)
+    if not 1 <= number <= 86400:
+        raise argparse.ArgumentTypeError(f"must be 1 to 86400 seconds, not {text}")
+    return number
+
+
+def _add_keep(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    keep = commands.add_parser("keep", help="hold the KV of engines that end", description=_KEEP)
+    keep.add_argument(
+        "--gib",
+        type=_gib,
+        required=True,
+        metavar="N",
+        help="most memory of ended engines, in GiB; the least recently used goes first",
+    )
+    keep.add_argument(
+        "--seconds",
+        type=_day,
+        default=1800.0,
+        metavar="S",
+        help="for how long an ended engine is kept (default: %(default)g)",
+    )
+    keep.add_argument(
+        "--namespace",
+        metavar="NAME",
+        help="of the engines (default: that of the environment, else default)",
+    )
 
 
 def _add_orders(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -329,6 +371,10 @@ def _run(options: argparse.Namespace) -> int:
         from omni_connector.cli.orders import role
 
         return role(options.engine, options.role, options.namespace)
+    if options.command == "keep":
+        from omni_connector.cli.keep import keep
+
+        return keep(options.gib, options.seconds, options.namespace)
     if options.cache is None:
         raise ConfigError("demo: this user has no home folder: give --cache DIR")
     require_supported_vllm()  # vLLM also installs `rich`, which the demo needs

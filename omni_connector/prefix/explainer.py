@@ -53,7 +53,7 @@ from omni_connector.prefix.key_prefix import KeyPrefix
 from omni_connector.prefix.loads import PrefixLoads
 from omni_connector.prefix.lookups import Held, reach
 from omni_connector.prefix.misses import Misses
-from omni_connector.prefix.neighbours import INDEX_KIND
+from omni_connector.prefix.neighbours import index_socket
 from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
 from omni_connector.requests.phases import Phase
 from omni_connector.requests.state import Requests, RequestState
@@ -214,7 +214,7 @@ class Explainer:
             ),
             traits=_traits(engine),
             weights=weights.sharing_id or "",
-            socket=socket_path(engine.folder, f"index:{engine.engine_id}", kind=INDEX_KIND).name,
+            socket=index_socket(engine.folder, engine.engine_id).name,
             neighbours=tuple(each.name for each in neighbours if not each.own),
             shares=host is not None,
             alone=self._prefix.is_own,

@@ -37,6 +37,7 @@ from omni_connector.config import MAX_ORPHAN_S
 from omni_connector.errors import OmniError, PeerRefusedError, PeerUnreachableError
 from omni_connector.net import runtime
 from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
+from omni_connector.net.status import plain
 from omni_connector.net.unix import Connection, Listener
 from omni_connector.prefix.attaching import Arenas, Ranks
 from omni_connector.runtime.context import EngineContext
@@ -84,6 +85,15 @@ _SHORT: Final = 2
 _Epoch = Annotated[bytes, Meta(min_length=EPOCH_BYTES, max_length=EPOCH_BYTES)]
 
 
+def index_socket(folder: Path, engine_id: str) -> Path:
+    """The socket at which an engine gives its index.
+
+    Raises:
+        ConfigError: the folder's path is too long for a socket in it.
+    """
+    return runtime.socket_path(folder, f"index:{engine_id}", kind=INDEX_KIND)
+
+
 class AskIndex(msgspec.Struct, frozen=True, tag="ask-index"):
     """Asks for the index of an engine; answered with `GiveIndex` and its memfd."""
 
@@ -117,6 +127,8 @@ class GiveIndex(msgspec.Struct, frozen=True, tag="give-index"):
         arenas: see `Arenas`.
         orphans: epochs of the indexes of orphans that can be had from this engine.
         seconds: of an orphan, for how long it is kept yet.
+        ended: whether `omni-connector keep` answers for an engine that has ended.
+        engine_id: of the engine, for logs.
     """
 
     readers: Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -128,6 +140,12 @@ class GiveIndex(msgspec.Struct, frozen=True, tag="give-index"):
     ]
     orphans: Annotated[tuple[_Epoch, ...], Meta(max_length=_MAX_ORPHANS)] = ()
     seconds: Annotated[float, Meta(ge=0, le=MAX_ORPHAN_S)] = 0.0
+    ended: bool = False
+    engine_id: Annotated[str, Meta(max_length=1024)] = ""
+
+    def named(self, socket: str) -> str:
+        """The engine in the words of a log, where an older one is known by its socket alone."""
+        return f"engine {plain(self.engine_id)}" if self.engine_id else f"the engine at {socket}"
 
 
 class Hits(msgspec.Struct, frozen=True, tag="hits"):
@@ -158,7 +176,8 @@ class Neighbour:
         arenas: one a rank, with these slots.
         own: whether it is this engine itself.
         name: of its socket in the runtime folder.
-        orphan: whether the engine has ended, so that its blocks will go.
+        orphan: whether the engine has ended, so that its blocks will go, also where
+            `omni-connector keep` still gives them.
     """
 
     index: BlockIndex | BlockIndexView
@@ -191,7 +210,7 @@ class LocalEngine:
 
     Attributes:
         folder: the runtime folder.
-        name: of its socket, unique on this host; it need not be secret.
+        engine_id: names its socket, unique on this host; it need not be secret.
         readers: digest of the traits that must be equal before engines read each other's slots, 16
             bytes.
         index: the own index; closed by its owner, after the neighbours.
@@ -205,7 +224,7 @@ class LocalEngine:
     """
 
     folder: Path
-    name: str
+    engine_id: str
     readers: bytes
     index: BlockIndex
     arenas: Arenas
@@ -222,7 +241,13 @@ class LocalEngine:
     @property
     def gives(self) -> GiveIndex:
         """What it answers to those that ask for its index."""
-        return GiveIndex(self.readers, self.index.epoch, self.index.num_slots, self.arenas)
+        return GiveIndex(
+            self.readers,
+            self.index.epoch,
+            self.index.num_slots,
+            self.arenas,
+            engine_id=self.engine_id[:1024],
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -231,6 +256,7 @@ class _Met:
     neighbour: Neighbour
     descriptor: int  # of its index
     since: float
+    engine: str  # for logs
     attached: bool = False
 
     def close(self) -> None:
@@ -397,7 +423,7 @@ class HostNeighbours:
         self._local_engine = local_engine
         self._clock = context.clock
         self._orphans = Orphans(local_engine, context.clock, memory_is_short)
-        self._own = runtime.socket_path(local_engine.folder, local_engine.name, kind=INDEX_KIND)
+        self._own = index_socket(local_engine.folder, local_engine.engine_id)
         self._gives = local_engine.gives
         self._fd = os.dup(local_engine.index.fd)
         self._lock = threading.Lock()
@@ -466,6 +492,8 @@ class HostNeighbours:
             for met, is_attached in zip(mets, attached, strict=False):
                 met.attached = is_attached
             readable = [*(met.neighbour for met in mets if met.attached), *orphans]
+            # Living engines first: what only an ended one has is kept here when it is read.
+            readable.sort(key=lambda each: each.orphan)
             self._present = tuple(each for each in readable if each not in self._avoided)
 
     def _attaches(self) -> bool:
@@ -572,9 +600,12 @@ class HostNeighbours:
             connection.close()
             raise
         self._orphans.let_go(reply.epoch)  # it has not ended after all
-        self._met[name] = _Met(connection, neighbour, descriptor, self._clock())
+        self._met[name] = _Met(connection, neighbour, descriptor, self._clock(), reply.named(name))
         del self._not_before[name]
-        logger.info("Sharing prefixes with the engine at %s", name)
+        if reply.ended:
+            logger.info("Reading what %s had kept, which has ended", reply.named(name))
+        else:
+            logger.info("Sharing prefixes with %s", reply.named(name))
         if self._local_engine.orphan_s > 0:
             self._take_orphans(name, reply.orphans)
 
@@ -613,8 +644,8 @@ class HostNeighbours:
             os.close(met.descriptor)
             return
         logger.info(
-            "The engine at %s has ended. The blocks in its arena can be read for %g s more",
-            name,
+            "The blocks of %s, which has ended, can be read for %g s more",
+            met.engine,
             self._local_engine.orphan_s,
         )
         self._orphans.adopt(met.neighbour, met.descriptor)
@@ -681,4 +712,4 @@ def opened(
     except BaseException:
         os.close(descriptor)
         raise
-    return Neighbour(view, reply.arenas, name=name), descriptor
+    return Neighbour(view, reply.arenas, name=name, orphan=reply.ended), descriptor

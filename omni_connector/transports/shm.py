@@ -289,22 +289,34 @@ def map_arena(connection: Connection, endpoint: Endpoint, deadline: float) -> Ar
         PeerUnreachableError, PeerRefusedError, ProtocolError: as `Connection.ask`.
         PeerRefusedError, ProtocolError, IncompatiblePeerError: as `ArenaView.open`.
     """
-    reply, descriptor = connection.ask(Attach(endpoint.epoch), ANSWERS, deadline, with_fd=True)
-    assert descriptor is not None
+    descriptor = ask_arena(connection, endpoint, deadline)
     try:
-        theirs = reply.epoch, reply.n_slots, reply.slot_bytes
-        wanted = endpoint.epoch, endpoint.n_slots, endpoint.slot_bytes
-        if theirs != wanted:
-            raise IncompatiblePeerError("arena", wanted, theirs)
         return ArenaView.open(
             descriptor,
-            epoch=reply.epoch,
-            n_slots=reply.n_slots,
-            slot_bytes=reply.slot_bytes,
+            epoch=endpoint.epoch,
+            n_slots=endpoint.n_slots,
+            slot_bytes=endpoint.slot_bytes,
             prefault=True,
         )
     finally:
         os.close(descriptor)
+
+
+def ask_arena(connection: Connection, endpoint: Endpoint, deadline: float) -> int:
+    """Ask for an arena's memfd, which the caller closes. The arguments are as for `map_arena`.
+
+    Raises:
+        PeerUnreachableError, PeerRefusedError, ProtocolError: as `Connection.ask`.
+        IncompatiblePeerError: it is another arena.
+    """
+    reply, descriptor = connection.ask(Attach(endpoint.epoch), ANSWERS, deadline, with_fd=True)
+    assert descriptor is not None
+    theirs = reply.epoch, reply.n_slots, reply.slot_bytes
+    wanted = endpoint.epoch, endpoint.n_slots, endpoint.slot_bytes
+    if theirs != wanted:
+        os.close(descriptor)
+        raise IncompatiblePeerError("arena", wanted, theirs)
+    return descriptor
 
 
 class MappedArena(ArenaInPlace):

@@ -5,7 +5,6 @@ The worker half is made with the connector of its rank. The scheduler half is ma
 have registered their KV caches, because what it consists of depends on what they say.
 """
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -55,7 +54,6 @@ from omni_connector.prefix.loads import PrefixLoads
 from omni_connector.prefix.lookups import StoreLookups
 from omni_connector.prefix.neighbours import LocalEngine
 from omni_connector.prefix.prompts import SharedGroups
-from omni_connector.prefix.restarts import Label, leave_index
 from omni_connector.prefix.saves import PrefixSaves
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.prefix.tails import Tails, keeps_tails
@@ -143,7 +141,6 @@ def make_worker(
             divides=not _publishes_events(vllm_config),
             context=context,
             prefault=surroundings.prefault,
-            outlives=config.outlives,
         )
     return OmniWorker(
         config=config,
@@ -607,7 +604,7 @@ class _Assembly:
         try:
             engine = LocalEngine(
                 folder=self._folder,
-                name=f"index:{self._engine_id}",
+                engine_id=self._engine_id,
                 readers=readers_id(self._shared_with, self._hash_id),
                 index=index,
                 arenas=self._arenas,
@@ -622,9 +619,6 @@ class _Assembly:
         except BaseException:
             index.close()
             raise
-        if config.outlives:
-            label = Label(config.namespace, engine.gives)
-            leave_index(os.environ, label, index.fd)
         changes = None if self._events is None else SlotChanges(index.num_slots)
         pool.listing = SlotListing(index, prefix, changes)
         return HostBlocks(

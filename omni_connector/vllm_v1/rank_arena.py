@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arena of one rank: its memory, the claim on it, and the endpoints at which peers read it."""
 
-import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,6 @@ from omni_connector.arena.size import ArenaSizing
 from omni_connector.kv.compatibility import most_shards, most_stripes
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.stripes import SlotGroup, slot_groups_of
-from omni_connector.prefix.restarts import leave_arena
 from omni_connector.runtime.context import EngineContext
 from omni_connector.transports import Arena, Endpoint
 from omni_connector.transports.choice import Transports
@@ -61,8 +59,6 @@ class ArenaPlan:
         divides: whether blocks may be divided into shards.
         context: randomness.
         prefault: whether a thread populates the memory.
-        outlives: whether what is kept there outlives a restart of the service, where systemd keeps
-            it.
     """
 
     sizing: ArenaSizing
@@ -74,7 +70,6 @@ class ArenaPlan:
     divides: bool
     context: EngineContext
     prefault: bool
-    outlives: bool
 
     def open(
         self,
@@ -134,8 +129,6 @@ class ArenaPlan:
                 populated(arena.slots, arena.n_slots)  # else as far as there is memory
             self.sizing.tell(self.rank, self.ranks, size, slot_bytes, groups, stripes, slot_groups)
             endpoints = self.transports.export(arena, self.name)
-            if self.outlives:
-                leave_arena(os.environ, arena)
         except BaseException:
             RankArena(arena, stripes, shards, slot_groups, (), reservation).close()
             raise

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from omni_connector.cli.dashboard import FILES
-from omni_connector.cli.main import main
+from omni_connector.cli.main import main, parser
 from omni_connector.config import OmniConfig
 from omni_connector.runtime.metric_names import COUNTERS, GAUGES
 from omni_connector.vllm_v1.drain_middleware import DrainMiddleware
-from tests.docs.pages import block
 
 yaml = pytest.importorskip("yaml")
 
@@ -53,6 +52,23 @@ def test_the_settings_of_a_manifest_are_right(path: Path) -> None:
     assert found
     for transfer in found:
         check(transfer)
+
+
+def require_keep(words: list[str]) -> None:
+    """Raise AssertionError unless this is a command line of `omni-connector keep`."""
+    assert words[0] == "omni-connector"
+    assert parser().parse_args(words[1:]).command == "keep"
+
+
+def test_the_pod_has_room_for_what_it_keeps() -> None:
+    document = next(yaml.safe_load_all((DEPLOY / "kubernetes" / "pod.yaml").read_text("utf-8")))
+    containers = document["spec"]["template"]["spec"]["containers"]
+    [keep] = [each for each in containers if each["name"] == "keep"]
+    require_keep(keep["command"])
+    room = float(keep["resources"]["limits"]["memory"].removesuffix("Gi"))
+    assert parser().parse_args(keep["command"][1:]).gib < room
+    engine = containers[0]  # they meet where the engines do
+    assert {"env": keep["env"], "volumeMounts": keep["volumeMounts"]}.items() <= engine.items()
 
 
 def stops_without_loss(arguments: list[str], seconds_until_killed: float) -> None:
@@ -108,7 +124,8 @@ def test_the_settings_of_the_compose_file_are_right() -> None:
     assert "--enable-prompt-tokens-details" in document["services"]["prefill"]["command"]
     for transfer in found:
         check(transfer)
-    assert set(document["services"]) == {"prefill", "decode", "router"}
+    assert set(document["services"]) == {"prefill", "decode", "router", "keep"}
+    require_keep(document["services"]["keep"]["entrypoint"])
     for name in ("prefill", "decode"):
         engine = document["services"][name]
         stops_without_loss(engine["command"], float(engine["stop_grace_period"].removesuffix("s")))
@@ -126,15 +143,10 @@ def test_the_command_of_a_unit_is_right(path: Path) -> None:
         )
         stops_without_loss(options, float(unit["TimeoutStopSec"]))
         assert unit["KillMode"] == "mixed"
+    elif path.stem == "omni-keep":
+        require_keep(words[1:])
     else:
         assert words[1] == "vllm-router"
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_systemd_keeps_what_an_engine_had_as_the_page_says(role: str) -> None:
-    written = block("docs/shared-prefix.md", "[Service]").text
-    unit = (DEPLOY / "systemd" / f"omni-{role}.service").read_text("utf-8").splitlines()
-    assert set(written.split()) <= set(unit)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

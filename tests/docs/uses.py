@@ -152,10 +152,7 @@ LISTED = {
     (_QUICKSTART, "make demo"): "the demo runs in tests/e2e/test_demo.py",
     (_QUICKSTART, "pip install 'omni-connector[demo]"): "needs a network; tests/e2e/test_demo.py",
     (_SHARED, "pip install"): "needs a network",
-    (
-        _SHARED,
-        "[Service]",
-    ): "tests/deploy/test_deploy.py reads it in the units; tests/e2e/test_restarts.py",
+    (_SHARED, "omni-connector keep"): "tests/e2e/test_keep.py starts it so",
     (_SHARED, "mooncake_master"): "tests/e2e/test_store.py starts it so",
     (_SHARED, "curl -s"): "tests/e2e/test_store.py reads this counter",
     (_OBJECTS, "pip install"): "needs a network; tests/objects/test_mooncake_store.py starts it so",

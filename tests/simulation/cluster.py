@@ -17,9 +17,10 @@ from tests.simulation.engines.engine import SimulatedEngine
 from tests.simulation.engines.settings import HANDOFF_TTL_S
 from tests.simulation.plan import Plan
 from tests.simulation.surroundings.babble import Liar, babble, path_of
+from tests.simulation.surroundings.keep import SimulatedKeep
 from tests.simulation.surroundings.listeners import LISTENS, ArenaListener
 from tests.simulation.surroundings.memory import SimulatedTransport
-from tests.simulation.surroundings.neighbours import LyingIndex
+from tests.simulation.surroundings.neighbours import LyingIndex, SimulatedNeighbours
 from tests.simulation.surroundings.world import Violation
 from tests.simulation.trainers import training
 from tests.simulation.weights import updating
@@ -55,6 +56,7 @@ class Cluster(Clients):
         liars: peers that answer anything that decodes, or whose indexes are nonsense.
         operating: how many operators are at work.
         draining: how many wait for an engine that drains.
+        kept: the process that keeps what engines leave; None for none.
         reconnects: how often connections were made anew.
     """
 
@@ -63,6 +65,7 @@ class Cluster(Clients):
         self.liars: list[Liar | LyingIndex] = []
         self.operating = 0
         self.draining = 0
+        self.kept: SimulatedKeep | None = None
         self._away: dict[str, Any] = {}  # what has happened to engines that are down
         self._update: Any = None  # the one that is under way
         self.reconnects = 0
@@ -154,6 +157,25 @@ class Cluster(Clients):
                 end(name, draw.choice((1.0, 30.0)))
 
         self.world.later(seconds, ends)
+
+    def keep(self, engines: int, seconds: float) -> None:
+        """`omni-connector keep` is killed, if it runs, and started with room for so many engines,
+        if that is not 0."""
+        self._end_keep()
+        self.world.tell(f"what engines leave is kept: {engines} for {seconds} s")
+        if engines:
+            self.kept = SimulatedKeep(self.host, engines, seconds)
+            self.host.neighbourhood.keep = self.kept
+
+    def _end_keep(self) -> None:
+        kept, self.kept = self.kept, None
+        self.host.neighbourhood.keep = None
+        if kept is not None:
+            kept.close()
+
+    def close(self) -> None:
+        super().close()
+        self._end_keep()
 
     def restart(self, engine: str, seconds: float) -> None:
         """An operator shuts an engine down, and starts it again so many seconds later."""
@@ -419,7 +441,7 @@ class Cluster(Clients):
         """A process says to be a neighbour of an engine, and writes an index of nonsense."""
         target = self.engines.get(engine)
         home = self.host.neighbourhood.homes.get("" if target is None else str(target.owner))
-        if target is None or home is None:
+        if target is None or not isinstance(home, SimulatedNeighbours):
             return
         self.world.tell(f"an index lies of the slots of {engine}")
         liar = LyingIndex(self.host.neighbourhood, home, f"liar {len(self.liars)}")

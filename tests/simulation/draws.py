@@ -34,6 +34,7 @@ from tests.simulation.scenes import (
     staged,
     with_holes,
 )
+from tests.simulation.surroundings.keep import kept
 from tests.simulation.surroundings.listeners import hung_up_on
 from tests.simulation.trainers import trained
 
@@ -100,7 +101,8 @@ def plan_of(seed: int) -> Plan:
     plan = trained(plan, random.Random(f"trainers {seed}"))
     plan = selective(plan, random.Random(f"refuses {seed}"))
     plan = hung_up_on(plan, random.Random(f"listeners {seed}"))
-    return interrupted(plan, random.Random(f"locks {seed}"))
+    plan = interrupted(plan, random.Random(f"locks {seed}"))
+    return kept(plan, random.Random(f"keep {seed}"))
 
 
 def accelerated(plan: Plan, draw: random.Random) -> Plan:

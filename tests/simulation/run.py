@@ -307,6 +307,8 @@ def _pins_take_room(shape: EngineShape, plan: Plan) -> bool:
 
 def _nothing_is_left(cluster: Cluster, before: dict[SimulatedEngine, dict[str, int]]) -> None:
     cluster.shelf.look()
+    if cluster.kept is not None:
+        cluster.kept.look()
     if (name := _never_pinned(cluster)) is not None:
         raise Violation("left_behind", f"{name} has memory that it never pins")
     for engine in cluster.engines.values():

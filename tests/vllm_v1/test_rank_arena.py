@@ -55,7 +55,6 @@ def test_an_arena_is_pinned_by_the_slots_that_are_populated(monkeypatch, prefaul
         divides=True,
         context=EngineContext(),
         prefault=prefault,
-        outlives=False,
     )
     pins = Pins()
     with closing(plan.open(PAGE_BYTES, (group_shape(block_size=16),), pins)) as opened:

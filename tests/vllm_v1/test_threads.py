@@ -38,13 +38,11 @@ from omni_connector.net.keys import ClusterKey
 from omni_connector.net.links import ZmqSockets
 from omni_connector.net.peers import HostPort
 from omni_connector.net.resolver import Resolver
-from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
 from omni_connector.net.unix import Listener
 from omni_connector.objects.mooncake import ObjectServer
 from omni_connector.objects.waits import on_a_thread
 from omni_connector.prefix.lookups import Lookup, StoreLookups
 from omni_connector.prefix.neighbours import HostNeighbours, LocalEngine
-from omni_connector.prefix.restarts import Label, StandIn
 from omni_connector.prefix.store_jobs import StoreJobs
 from omni_connector.runtime.blocking_calls import CallThreads
 from omni_connector.runtime.context import PROCESS_CONTEXT, EngineContext
@@ -400,22 +398,6 @@ def _weight_files(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     until(lambda: not digest._thread.is_alive())
     digest.close()
     assert not told
-
-
-@case("omni-restarts")
-def _restarts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RUNTIME_DIR_VARIABLE, str(place / "run"))
-    before = len(os.listdir("/proc/self/fd"))
-    with local_engine(place) as engine:
-        label = Label("default", engine.gives)
-        ended: list[bool] = []
-        stand = StandIn(
-            label, engine.index.fd, {}, PROCESS_CONTEXT, lambda: ended.append(True), failing
-        )
-        until(lambda: not stand._thread.is_alive())
-        stand.close()
-        assert ended == [True]
-    assert len(os.listdir("/proc/self/fd")) <= before  # what was kept is let go of
 
 
 @case("omni-connector-shm")

@@ -58,6 +58,24 @@ SHARING: Final = (
         ),
     ),
     mutant(
+        "ended engines are kept for ever",
+        "what `omni-connector keep` has of an engine stays long after its end",
+        (
+            "omni_connector.prefix.keep",
+            "(_, until) in self._kept.items() if now >= until]:",
+            "(_, until) in self._kept.items() if now < 0]:",
+        ),
+    ),
+    mutant(
+        "ended engines are kept without a bound",
+        "what `omni-connector keep` has of ended engines takes any memory",
+        (
+            "omni_connector.prefix.keep",
+            " or self.nbytes > self._most_bytes:",
+            ":",
+        ),
+    ),
+    mutant(
         "the own arena is attached",
         "an engine reads its own arena as that of a peer, through its socket",
         (

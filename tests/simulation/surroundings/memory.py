@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -26,6 +27,17 @@ from omni_connector.transports.shm import Attach, AttachReply
 from tests.simulation.surroundings.listeners import ArenaListener
 from tests.simulation.surroundings.neighbours import Neighbourhood
 from tests.simulation.surroundings.world import Violation, World
+
+
+class HandedOn(Protocol):
+    """An arena whose engine has ended.
+
+    Attributes:
+        epoch, fd: of the arena.
+    """
+
+    epoch: bytes
+    fd: int
 
 
 class Host:
@@ -54,7 +66,7 @@ class Host:
         self.garbled = 0.0
         self.lied = False
         self.arenas: dict[str, tuple[str, Arena]] = {}
-        self.handed_on: dict[str, tuple[str, View]] = {}
+        self.handed_on: dict[str, tuple[str, HandedOn]] = {}
         self.views: dict[str, list[View]] = {}
         self.listeners: dict[str, ArenaListener] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -93,7 +105,7 @@ class Host:
         """Whether a reader has an arena of a peer mapped there."""
         return any(view.covers(address) for view in self.views.get(reader, ()))
 
-    def found(self, address: str) -> "tuple[str, Arena | View] | None":
+    def found(self, address: str) -> "tuple[str, Arena | HandedOn] | None":
         """The owner of what can be attached at an address, and that."""
         return self.arenas.get(address) or self.handed_on.get(address)
 

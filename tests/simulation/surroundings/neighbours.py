@@ -12,12 +12,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from omni_connector.arena.block_index import BlockIndex, BlockIndexView, Tags
 from omni_connector.arena.format import EPOCH_BYTES
 from omni_connector.arena.slot_index import Ints
+from omni_connector.net.packets import Refusal
 from omni_connector.prefix.attaching import Arenas
 from omni_connector.prefix.neighbours import (
     GiveIndex,
@@ -35,6 +38,45 @@ _SOON_S = 0.02
 _NO_SLOT = 1 << 20
 
 
+class Home:
+    """Where an engine is met, or what is kept of one that has ended.
+
+    Attributes:
+        owner: names it.
+        fd: of its index.
+        gives: what it answers to those that ask for the index.
+    """
+
+    owner: str
+    fd: int
+    gives: GiveIndex
+
+    def meet(self, other: "Home") -> None:
+        """Another has come."""
+
+    def ended(self, other: "Home") -> None:
+        """Another has gone."""
+
+    def told(self, slots: Ints, generations: Ints) -> None:
+        """Another says that it has read these slots."""
+        raise NotImplementedError
+
+    def give_orphan(self, epoch: bytes) -> tuple[GiveIndex | Refusal, int | None]:
+        """Another asks for what an engine had that has ended."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """Its process has ended."""
+        raise NotImplementedError
+
+
+class Keeps(Protocol):
+    """What keeps what engines leave; see `keep.SimulatedKeep`."""
+
+    def meet(self, home: Home) -> None: ...
+    def ended(self, home: Home) -> None: ...
+
+
 class Neighbourhood:
     """The engines of a world that share, and what goes wrong between them.
 
@@ -44,6 +86,7 @@ class Neighbourhood:
         nonsense: how often hits name other slots, too.
         short: how often a look finds that memory is short.
         homes: the engines, by owner.
+        keep: the process that keeps what they leave; None for none.
     """
 
     def __init__(self, world: World) -> None:
@@ -52,23 +95,28 @@ class Neighbourhood:
         self.lost = 0.0
         self.nonsense = 0.0
         self.short = 0.0
-        self.homes: dict[str, SimulatedNeighbours] = {}
+        self.homes: dict[str, Home] = {}
+        self.keep: Keeps | None = None
         self._views: weakref.WeakKeyDictionary[BlockIndexView, tuple[str, str]] = (
             weakref.WeakKeyDictionary()
         )
 
-    def join(self, home: "SimulatedNeighbours") -> None:
+    def join(self, home: Home) -> None:
         """It meets the others, one after the other, and they meet it."""
         for other in self.homes.values():
             self.soon(partial(home.meet, other))
             self.soon(partial(other.meet, home))
+        if self.keep is not None and not home.gives.ended:
+            self.soon(partial(self.keep.meet, home))
         self.homes[home.owner] = home
 
-    def leave(self, home: "SimulatedNeighbours") -> None:
+    def leave(self, home: Home) -> None:
         """It has gone, which the others notice after a while."""
         if self.homes.pop(home.owner, None) is not None:
             for other in self.homes.values():
                 self.soon(partial(other.ended, home))
+            if self.keep is not None and not home.gives.ended:
+                self.soon(partial(self.keep.ended, home))
 
     def soon(self, what: Callable[[], object]) -> None:
         """Have something done within the time in which engines are found."""
@@ -78,8 +126,7 @@ class Neighbourhood:
         """The process of an engine has ended."""
         home = self.homes.get(owner)
         if home is not None:
-            home.close()
-            home.local_engine.index.close()
+            home.kill()
 
     def mapped(self, reader: str, owner: str, view: BlockIndexView) -> None:
         """A reader has mapped the index of another engine."""
@@ -94,7 +141,7 @@ class Neighbourhood:
         )
 
 
-class SimulatedNeighbours(Neighbours):
+class SimulatedNeighbours(Home, Neighbours):
     """Those of one engine.
 
     Args:
@@ -105,16 +152,21 @@ class SimulatedNeighbours(Neighbours):
         self.owner = owner
         self.local_engine = local_engine
         self._neighbourhood = neighbourhood
-        self._met: dict[SimulatedNeighbours, Neighbour] = {}
+        self._met: dict[Home, Neighbour] = {}
         world = neighbourhood.world
         self.orphans = Orphans(
             self.local_engine, world.clock, lambda: world.chance(neighbourhood.short)
         )
         self._present: tuple[Neighbour, ...] = ()
         self._follows_at = 0.0
-        self._fd = os.dup(local_engine.index.fd)
-        self._indexes: dict[SimulatedNeighbours, int] = {}  # descriptors, of those that were met
+        self.fd = os.dup(local_engine.index.fd)
+        self._indexes: dict[Home, int] = {}  # descriptors, of those that were met
         neighbourhood.join(self)
+
+    @property
+    def gives(self) -> GiveIndex:  # type: ignore[override]
+        orphans = self.orphans.offered()
+        return msgspec.structs.replace(self.local_engine.gives, orphans=orphans)
 
     def present(self) -> Sequence[Neighbour]:
         if self._neighbourhood.world.now >= self._follows_at:
@@ -129,7 +181,8 @@ class SimulatedNeighbours(Neighbours):
         arenas = [*(each.arenas for each in met), *self.orphans.unkept, *siblings]
         attached = self.local_engine.ranks.attached(arenas)
         there = [each for each, there in zip(met, attached, strict=False) if there]
-        self._present = (*there, *self.orphans.present())
+        there += self.orphans.present()
+        self._present = tuple(sorted(there, key=lambda each: each.orphan))
         self._follows_at = world.now + (_LOOK_S if all(attached) else _SOON_S) * world.draw.random()
 
     def hit(self, neighbour: Neighbour, slots: Ints, generations: Ints) -> None:
@@ -160,30 +213,33 @@ class SimulatedNeighbours(Neighbours):
                 "exception", f"{self.owner} is told of hits: {type(error).__name__}: {error}"
             ) from error
 
-    def meet(self, other: "SimulatedNeighbours") -> None:
+    def meet(self, other: Home) -> None:
         """Map the index of another engine, if both are there and keep the same."""
-        ours, theirs = self.local_engine, other.local_engine
-        homes = self._neighbourhood.homes
-        if self.owner not in homes or other.owner not in homes or ours.readers != theirs.readers:
+        homes, theirs = self._neighbourhood.homes, other.gives
+        there = self.owner in homes and other.owner in homes
+        if not there or theirs.readers != self.local_engine.readers:
             return
         self.forget(other)
-        view = BlockIndexView.open(
-            other._fd, epoch=theirs.index.epoch, num_slots=theirs.index.num_slots
-        )
-        self._indexes[other] = os.dup(other._fd)
-        self._neighbourhood.mapped(self.owner, other.owner, view)
-        self._met[other] = Neighbour(view, theirs.arenas, name=other.owner)
-        for epoch in other.orphans.offered():
-            self._take_orphan(other, epoch)
+        self._met[other] = self._opened(theirs, os.dup(other.fd), other.owner)
+        self._indexes[other] = os.dup(other.fd)
+        self.orphans.let_go(theirs.epoch)
+        alive = {each.index.epoch for each in self._met.values()}
+        for epoch in [each for each in theirs.orphans if each not in alive]:
+            gives, descriptor = other.give_orphan(epoch)
+            if isinstance(gives, GiveIndex) and descriptor is not None:
+                orphan = self._opened(gives, os.dup(descriptor), f"one that {other.owner} knew")
+                self._adopt(orphan, descriptor, gives.seconds)
         self._follow()
 
-    def _take_orphan(self, other: "SimulatedNeighbours", epoch: bytes) -> None:
-        gives, descriptor = other.orphans.give(epoch)
-        if isinstance(gives, GiveIndex) and descriptor is not None:
-            orphan, descriptor = opened(gives, descriptor, other.local_engine, other.owner)
-            assert isinstance(orphan.index, BlockIndexView)
-            self._neighbourhood.mapped(self.owner, f"one that {other.owner} knew", orphan.index)
-            self._adopt(orphan, descriptor, gives.seconds)
+    def _opened(self, gives: GiveIndex, descriptor: int, owner: str) -> Neighbour:
+        neighbour, descriptor = opened(gives, descriptor, self.local_engine, owner)
+        os.close(descriptor)
+        assert isinstance(neighbour.index, BlockIndexView)
+        self._neighbourhood.mapped(self.owner, owner, neighbour.index)
+        return neighbour
+
+    def give_orphan(self, epoch: bytes) -> tuple[GiveIndex | Refusal, int | None]:
+        return self.orphans.give(epoch)
 
     def _adopt(self, neighbour: Neighbour, descriptor: int, seconds: float) -> None:
         self.orphans.adopt(neighbour, descriptor, seconds)
@@ -195,7 +251,7 @@ class SimulatedNeighbours(Neighbours):
             self._follow()
             self._neighbourhood.world.later(_LOOK_S, self._follow_orphans)
 
-    def ended(self, other: "SimulatedNeighbours") -> None:
+    def ended(self, other: Home) -> None:
         """Another engine has gone; what it has kept can still be read for a while."""
         met = self._met.get(other)
         keeps = met in self._present and self.local_engine.orphan_s > 0
@@ -203,7 +259,7 @@ class SimulatedNeighbours(Neighbours):
             self._adopt(met, os.dup(self._indexes[other]), math.inf)
         self.forget(other)
 
-    def forget(self, other: "SimulatedNeighbours") -> None:
+    def forget(self, other: Home) -> None:
         """Another engine has gone: its index is mapped as long as a look-up needs it."""
         gone = self._met.pop(other, None)
         if gone is not None:
@@ -217,7 +273,11 @@ class SimulatedNeighbours(Neighbours):
                 self.forget(other)
             self.orphans.close()
             self._present = ()
-            os.close(self._fd)
+            os.close(self.fd)
+
+    def kill(self) -> None:
+        self.close()
+        self.local_engine.index.close()
 
 
 class _NoRanks:
