@@ -82,5 +82,5 @@ wheel: setup
 
 clean:
 	rm -rf $(VENV) .venv-[0-9]* $(DOCS_VENV) .models build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -rf .import_linter_cache .vllm-omni
+	rm -rf .import_linter_cache .fetched
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

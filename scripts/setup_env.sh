@@ -122,7 +122,7 @@ if [ -n "$(installed mooncake-transfer-engine-non-cuda)" ] \
 fi
 
 # Tests run against its classes; they need its Python files, not its dependencies.
-"$python" scripts/fetch_vllm_omni.py >/dev/null \
+"$python" scripts/fetch_wheels.py vllm-omni >/dev/null \
     || say "going on without vLLM-Omni: tests against it fail in CI and are skipped elsewhere"
 
 "$python" -c 'import vllm, omni_connector' || die "the installed packages do not load"

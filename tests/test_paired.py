@@ -68,9 +68,7 @@ def test_a_column_is_the_geometric_mean_of_its_rows(paired: Any) -> None:
     assert rows == ["| t | ms | 2 | 4.00 | 2.00 | 6.00 |"]
 
 
-@pytest.mark.parametrize(
-    "name", ["handoff", "objects", "scheduler_step", "store"]
-)
+@pytest.mark.parametrize("name", ["handoff", "objects", "scheduler_step", "store"])
 def test_the_tables_of_a_benchmark_can_be_read(paired: Any, name: str) -> None:
     page = (FOLDER / "results" / f"{name}.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| ")]

@@ -5,16 +5,25 @@ The arena's blocks are known at any time. Those of the store are known from look
 as stored from the look-up that finds it until one that does not.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from omni_connector.arena.slot_pool import SlotPool
 from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.stores.shared_blocks import BlockName
 
-Content = TypeVar("Content")
+
+class Described(Protocol):
+    """What is reported of a block."""
+
+    @property
+    def parent(self) -> bytes | None:
+        """vLLM's hash of the block before it in its prompt; None for the first one."""
+
+
+Content = TypeVar("Content", bound=Described)
 
 _MAX_TOKENS: Final = 1 << 19
 """Tokens of filled blocks whose contents are kept until their copies end, which bounds memory."""
@@ -40,6 +49,16 @@ class BlockChange(NamedTuple, Generic[Content]):
     content: Content | None
 
 
+class _Reported(NamedTuple, Generic[Content]):
+    block_hash: bytes
+    content: Content
+
+
+class _Numbered(NamedTuple, Generic[Content]):
+    number: int  # by which blocks that come are sorted
+    block: _Reported[Content]
+
+
 class BlockChanges(Generic[Content]):
     """Collects the changes of arena and store. The engine's thread calls this.
 
@@ -62,16 +81,19 @@ class BlockChanges(Generic[Content]):
         self._pool = pool
         self._describe = describe
         most = max(1, _MAX_TOKENS // min(block_sizes))
-        # Blocks that have filled and are not in the arena yet: a number by which they are sorted,
-        # vLLM's hash, and the content.
-        self._filled: BoundedMap[BlockName, tuple[int, bytes, Content]] = BoundedMap(most)
+        # Blocks that have filled and are not in the arena yet.
+        self._filled: BoundedMap[BlockName, _Numbered[Content]] = BoundedMap(most)
         self._number = 0
         self._in_slot: dict[int, BlockName] = {}
         self._slots_of: Counter[BlockName] = Counter()
-        # Blocks that were reported, in the arena and in the store, with vLLM's hash.
-        self._kept: dict[BlockName, bytes] = {}
-        self._again: set[BlockName] = set()  # in the arena, and to be reported once more
-        self._stored: OrderedDict[BlockName, bytes] = OrderedDict()
+        # Blocks that were reported, in the arena and in the store.
+        self._kept: dict[BlockName, _Reported[Content]] = {}
+        self._stored: OrderedDict[BlockName, _Reported[Content]] = OrderedDict()
+        # To be reported once more, if it is still in the arena.
+        self._again: set[BlockName] = set()
+        self._returning: dict[BlockName, _Numbered[Content]] = {}
+        # Blocks that readers have forgotten, in the store (True) and in the arena.
+        self._forgotten: dict[bool, dict[BlockName, _Reported[Content]]] = {False: {}, True: {}}
         self._untold: list[BlockChange[Content]] = []
 
     def filled(self, request: Any, group: int, blocks: Iterable[tuple[int, bytes, bytes]]) -> None:
@@ -87,10 +109,13 @@ class BlockChanges(Generic[Content]):
         ]
         contents = self._describe(request, group, [index for index, _, _ in new])
         for (_, key, block_hash), content in zip(new, contents, strict=True):
-            self._number += 1
-            self._filled[group, key] = self._number, block_hash, content
+            self._filled[group, key] = self._numbered(_Reported(block_hash, content))
             if self._slots_of[group, key]:
                 self._again.add((group, key))
+
+    def _numbered(self, block: _Reported[Content]) -> _Numbered[Content]:
+        self._number += 1
+        return _Numbered(self._number, block)
 
     def unreported(self, group: int, key: bytes) -> bool:
         """Whether the arena has a block that is not reported as kept."""
@@ -118,38 +143,60 @@ class BlockChanges(Generic[Content]):
             blocks: name in the store and vLLM's hash of each.
         """
         new: list[int] = []
-        for index, ((key, block_hash), there) in enumerate(zip(blocks, held, strict=False)):
+        for index, ((key, _), there) in enumerate(zip(blocks, held, strict=False)):
             name = (group, key)
             if not there:
                 self._lose(name)
+                self._forgotten[True].pop(name, None)
             elif name in self._stored:
                 self._stored.move_to_end(name)
             else:
-                self._stored[name] = block_hash
                 new.append(index)
         contents = self._describe(request, group, new)
-        self._untold += [
-            BlockChange(True, group, blocks[index][1], content)
-            for index, content in zip(new, contents, strict=True)
-        ]
+        for index, content in zip(new, contents, strict=True):
+            key, block_hash = blocks[index]
+            self._store((group, key), _Reported(block_hash, content))
+
+    def _store(self, name: BlockName, block: _Reported[Content]) -> None:
+        self._stored[name] = block
+        self._untold.append(BlockChange(True, name[0], *block))
         while len(self._stored) > _MAX_STORED:
             self._lose(next(iter(self._stored)))
 
     def _lose(self, name: BlockName) -> None:
-        block_hash = self._stored.pop(name, None)
-        if block_hash is not None:
-            self._untold.append(BlockChange(True, name[0], block_hash, None))
+        block = self._stored.pop(name, None)
+        if block is not None:
+            self._untold.append(BlockChange(True, name[0], block.block_hash, None))
 
     def void(self) -> None:
-        """Report all blocks as gone: the weights have changed, or vLLM has told its readers that
-        all blocks are cleared, which names no medium. Blocks that are still in the arena are
-        reported again when a request has them next."""
+        """Report all blocks as gone: the weights have changed."""
+        self.forgotten()
+        for blocks in self._forgotten.values():
+            blocks.clear()
+
+    def forgotten(self) -> None:
+        """Report all blocks as gone: vLLM has told its readers that all blocks are cleared, which
+        names no medium. Those that are still there are reported again with `tell_again`."""
+        self._forgotten[True].update(self._stored)
         for name in sorted(self._stored, key=itemgetter(0)):
             self._lose(name)
+        self._forgotten[False].update(self._kept)
         self._untold += self._all_gone()
 
+    def tell_again(self) -> None:
+        """Report what readers have forgotten and what is still there, each block after the one
+        before it in its prompt."""
+        for name, block in _parents_first(self._forgotten[False]):
+            if name not in self._kept:
+                self._returning[name] = self._numbered(block)
+        for name, block in _parents_first(self._forgotten[True]):
+            if name not in self._stored:
+                self._store(name, block)
+        for blocks in self._forgotten.values():
+            blocks.clear()
+
     def _all_gone(self) -> list[BlockChange[Content]]:
-        gone = [BlockChange(False, name[0], h, None) for name, h in self._kept.items()]
+        gone = [BlockChange(False, n[0], each.block_hash, None) for n, each in self._kept.items()]
         self._kept.clear()
         return sorted(gone, key=attrgetter("group"))
 
@@ -176,7 +223,9 @@ class BlockChanges(Generic[Content]):
             told = self._all_gone()
             self._in_slot.clear()
             self._slots_of.clear()
-        touched = self._again
+        returning = self._returning
+        self._returning = {}
+        touched = self._again | returning.keys()
         self._again = set()
         for slot, name in changed.items():
             before = self._in_slot.pop(slot, None)
@@ -190,14 +239,33 @@ class BlockChanges(Generic[Content]):
         new: list[tuple[int, BlockChange[Content]]] = []
         for name in touched:
             if self._slots_of[name]:
-                if name not in self._kept and name in self._filled:
-                    number, block_hash, content = self._filled.pop(name)
-                    self._kept[name] = block_hash
-                    new.append((number, BlockChange(False, name[0], block_hash, content)))
+                filled = self._filled.get(name) or returning.get(name)
+                if name not in self._kept and filled is not None:
+                    self._filled.pop(name, None)
+                    self._kept[name] = filled.block
+                    new.append((filled.number, BlockChange(False, name[0], *filled.block)))
             else:
                 del self._slots_of[name]
                 if name in self._kept:
-                    told.append(BlockChange(False, name[0], self._kept.pop(name), None))
+                    gone = self._kept.pop(name).block_hash
+                    told.append(BlockChange(False, name[0], gone, None))
         told.sort(key=attrgetter("group"))
         new.sort(key=itemgetter(0))
         return told + [change for _, change in new]
+
+
+def _parents_first(
+    blocks: Mapping[BlockName, _Reported[Content]],
+) -> Iterator[tuple[BlockName, _Reported[Content]]]:
+    """These blocks, each after the one before it in its prompt; a prompt's lie together."""
+    named = {(name[0], block.block_hash) for name, block in blocks.items()}
+    after: defaultdict[tuple[int, bytes | None], list[BlockName]] = defaultdict(list)
+    first: list[BlockName] = []
+    for name, block in blocks.items():
+        before = (name[0], block.content.parent)
+        (after[before] if before in named else first).append(name)
+    waiting = first[::-1]
+    while waiting:
+        name = waiting.pop()
+        yield name, blocks[name]
+        waiting += after[name[0], blocks[name].block_hash][::-1]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV events: what vLLM publishes of the blocks in the own arena and in the store."""
 
+from array import array
 from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -32,7 +33,7 @@ class _Block(NamedTuple):
 
     parent: BlockHash | None
     block_hash: BlockHash
-    token_ids: list[int]
+    token_ids: "array[int]"  # 4 bytes each: it is kept as long as the block is
     extra_keys: Any
     of: dict[str, Any]
 
@@ -43,9 +44,9 @@ class KVEvents:
     As vLLM's own do, one event tells of consecutive blocks of a request.
 
     `AllBlocksCleared` names no medium, and vLLM publishes it itself when its cache is reset. So
-    all that was told is taken back then block by block, and what is still there is told again when
-    a request has it. A second `AllBlocksCleared` at the end of the step would take away what vLLM
-    has cached since.
+    all that was told is taken back then block by block, and what is still there is told again once
+    it is known to be of the engine's weights. A second `AllBlocksCleared` at the end of the step
+    would take away what vLLM has cached since.
 
     Args:
         pool: see `BlockChanges`.
@@ -87,7 +88,7 @@ class KVEvents:
             _Block(
                 hashes[i * step - 1] if i else None,
                 hashes[i * step + step - 1],
-                request.all_token_ids[i * size : (i + 1) * size],
+                array("i", request.all_token_ids[i * size : (i + 1) * size]),
                 keys,
                 of,
             )

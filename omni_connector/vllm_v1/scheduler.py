@@ -192,11 +192,17 @@ class OmniScheduler:
             return
         if self._events is not None and self._weights.resets != self._resets_told:
             self._resets_told = self._weights.resets
-            self._events.changes.void()
+            self._events.changes.forgotten()
         if self._weights.known:  # they are fixed
+            self._tell_again()
             return
         for product in self._products:
             product.suspend(self._states.values())
+
+    def _tell_again(self) -> None:
+        """Tell routers of the KV that outlived a reset: it is of the engine's weights."""
+        if self._events is not None:
+            self._events.changes.tell_again()
 
     def _take_weights(self, answers: Iterable[RankWeights]) -> None:
         """Ranks have said which weights they have."""
@@ -217,6 +223,7 @@ class OmniScheduler:
         else:
             for product in self._products:
                 product.settle()
+            self._tell_again()
         if self._weights.name.changed == self._by_files:
             self._by_files = not self._by_files
             self._channel.judge_by_files(self._by_files)

@@ -3,7 +3,7 @@
 
 import contextlib
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,10 +17,17 @@ from omni_connector.prefix import block_changes
 from omni_connector.prefix.block_changes import BlockChanges
 
 SLOTS = 6
+KEYS = [bytes([n]) * 32 for n in range(12)]
+
+
+class Described(NamedTuple):
+    request: Any
+    index: int
+    parent: bytes | None
 
 
 def describe(request, group, indices):
-    return [(request, i) for i in indices]
+    return [Described(request, i, None) for i in indices]
 
 
 class Told:
@@ -66,7 +73,6 @@ class Told:
         return {key for key, here in zip(KEYS, found.tolist(), strict=True) if here}
 
 
-KEYS = [bytes([n]) * 32 for n in range(12)]
 STEPS = st.lists(
     st.one_of(
         st.tuples(
@@ -75,7 +81,7 @@ STEPS = st.lists(
         ),
         st.just("hear"),
         st.just("end"),
-        st.sampled_from(["fail", "reset", "idle reset"]),
+        st.sampled_from(["fail", "reset", "idle reset", "forgotten", "tell again"]),
     ),
     min_size=5,
     max_size=30,
@@ -93,9 +99,17 @@ def told():
 @settings(max_examples=400, deadline=None)
 def test_after_any_steps_what_was_told_is_what_is_there(steps, slots):
     told = Told(slots)
+    forgotten = False
     for step in steps:
         if step == "hear":
-            assert told.hear() == told.kept()
+            heard = told.hear()
+            assert heard <= told.kept() if forgotten else heard == told.kept()
+        elif step == "forgotten":
+            told.changes.forgotten()
+            forgotten = True
+        elif step == "tell again":
+            told.changes.tell_again()
+            forgotten = False
         elif step in ("end", "fail"):
             told.end(failed=step == "fail")
         elif isinstance(step, tuple):
@@ -106,7 +120,50 @@ def test_after_any_steps_what_was_told_is_what_is_there(steps, slots):
                 told.changes.void()
             else:
                 told.hear()
+    told.changes.tell_again()
     assert told.hear() == told.kept()
+    told.index.close()
+
+
+PROMPT = st.lists(st.integers(0, 2), min_size=1, max_size=4)
+
+
+@given(
+    prompts=st.lists(st.tuples(PROMPT, st.sets(st.integers(0, 3), min_size=1)), max_size=5),
+    in_store=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_what_readers_have_forgotten_is_told_again_each_block_after_its_parent(prompts, in_store):
+    """A router drops what it hears of a block whose parent it does not know."""
+    told = Told(20)
+
+    def prefixes(request, group, indices):
+        return [Described(request, i, bytes(request[:i]) if i else None) for i in indices]
+
+    told.changes = BlockChanges(told.pool, [16], prefixes)
+    for prompt, some in prompts:  # a block may be kept before its parent
+        blocks = [(i, bytes(prompt[: i + 1])) for i in some if i < len(prompt)]
+        keys = [key for _, key in blocks]
+        if in_store:
+            every = [bytes(prompt[: i + 1]) for i in range(len(prompt))]
+            told.changes.looked_up(prompt, 0, named(every), [True] * len(every))
+            continue
+        told.changes.filled(prompt, 0, [(i, key, key) for i, key in blocks])
+        slots = told.pool.keep(0, keys, len(keys)).slots
+        told.pool.filled(slots)
+        told.pool.let_go(slots[::-1])
+        told.hear()
+    told.hear()
+    before = set(told.there[in_store])
+    told.changes.forgotten()
+    told.hear()
+    assert not told.there[in_store]
+    told.changes.tell_again()
+    again = told.changes.take()
+    hashes = [change.block_hash for change in again]
+    assert sorted(hashes) == sorted(before)
+    for at, change in enumerate(again):
+        assert change.content.parent not in hashes[at:]
     told.index.close()
 
 
@@ -123,7 +180,7 @@ def test_a_block_that_goes_and_is_copied_anew_is_told_though_the_copy_ends_later
 
 def test_blocks_of_a_prompt_come_in_its_order(told):
     told.keep(KEYS[:5])
-    assert [change.content for change in told.changes.take()] == [("a", i) for i in range(5)]
+    assert [change.content.index for change in told.changes.take()] == list(range(5))
 
 
 def test_a_block_that_nobody_described_is_not_told_of(told):
@@ -168,7 +225,7 @@ def test_whether_the_arena_has_lost_a_block_is_asked_by_the_key_in_the_arena() -
     arena = SimpleNamespace(lost=lambda group, key: asked.append((group, key)))
     listing = SimpleNamespace(changes=arena)
     pool: Any = SimpleNamespace(lock=contextlib.nullcontext(), listing=listing)
-    changes: BlockChanges[str] = BlockChanges(pool, [16], lambda *_: [])
-    changes._kept[0, b"key"] = b"hash"
+    changes: BlockChanges[Any] = BlockChanges(pool, [16], lambda *_: [])
+    changes._kept[0, b"key"] = block_changes._Reported(b"hash", None)
     changes.filled(None, 0, [(0, b"key", b"hash")])
     assert asked == [(0, b"key")]

@@ -2,7 +2,6 @@
 """Managers over shared memory, in this process and in others of one runtime folder."""
 
 import os
-import runpy
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import pytest
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
 from omni_connector.stage.manager import OmniKVTransferManager
 
+from ..fetched import fetched
 from .forks import Forked
 from .shared import shared_manager
 
@@ -22,13 +22,7 @@ def vllm_omni() -> Path:
     """Folder of the published package."""
     if given := os.environ.get("VLLM_OMNI_PATH"):
         return Path(given)
-    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "fetch_vllm_omni.py"))
-    try:
-        return Path(script["fetch"]())
-    except script["FetchError"] as error:
-        if os.environ.get("CI"):
-            pytest.fail(f"vLLM-Omni cannot be had: {error}")
-        pytest.skip(f"vLLM-Omni cannot be had here: {error}")
+    return fetched("vllm-omni")
 
 
 @pytest.fixture

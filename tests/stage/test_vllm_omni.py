@@ -2,7 +2,7 @@
 """Our connectors and manager beside the classes of the published vLLM-Omni, in both directions.
 
 The package itself cannot be imported beside another vLLM than its own (0.30.0 wants 0.30), and
-would bring plugins into every engine of the environment. So `scripts/fetch_vllm_omni.py` unpacks it
+would bring plugins into every engine of the environment. So `scripts/fetch_wheels.py` unpacks it
 into a folder of its own, without its dependencies, and of it only the modules of its connectors,
 manager, requests and platforms are loaded, under parent packages that are empty. Its parallel state
 alone needs more, and is stood in for. `VLLM_OMNI_PATH` names a folder where it is unpacked already.
