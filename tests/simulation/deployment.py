@@ -184,6 +184,7 @@ class Deployment:
     def close(self) -> None:
         """Stop all engines."""
         for engine in list(self.engines.values()):
+            engine.ends = True  # nobody kills it meanwhile
             engine.shutdown()
         self.net.kill(STRANGER)
         self.shelf.close()

@@ -269,7 +269,8 @@ def _crowded(plan: Plan, draw: random.Random) -> Plan:
     engines = tuple(
         replace(
             each,
-            blocks=blocks_of(each.family, each.block_size, draw.choice((0, 1, 2))),
+            # vLLM copies the block within which it matches, and needs one more for that.
+            blocks=blocks_of(each.family, each.block_size, draw.choice((1, 2, 3))),
             seqs=8,
             step_s=0.0,
         )

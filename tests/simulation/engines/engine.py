@@ -126,6 +126,7 @@ class SimulatedEngine(Actor):
         self.mixed: set[str] = set()
         self._aborts: list[str] = []
         self._scheduled: deque[SchedulerOutput] = deque()
+        self._were_loading: set[str] = set()
         self._executed: deque[tuple[SchedulerOutput, ModelRunnerOutput, Event | None]] = deque()
         self.config = vllm_config(shape, extra_config(shape, _SLOT_BYTES))
         self.kv_config, block_size, hash_block_size = cache_config(shape, self.config)
@@ -416,6 +417,11 @@ class SimulatedEngine(Actor):
         in_flight = len(self._scheduled) + len(self._executed)
         if in_flight < self._batches and self.scheduler.has_requests():
             self.step_began = self.unoccupied.seconds
+            self._were_loading.update(
+                request_id
+                for request_id, request in self.scheduler.requests.items()
+                if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            )
             step = self.scheduler.schedule()
             if step.total_num_scheduled_tokens:
                 self.unoccupied.ends()
@@ -564,11 +570,15 @@ class SimulatedEngine(Actor):
     @property
     def begins(self) -> bool:
         """Whether the step that was scheduled last begins to compute requests that wait as long as
-        a connector wants. vLLM lets those wait for none that read no prefix cache."""
+        a connector wants. vLLM lets those wait for none that read no prefix cache, and those no
+        more whose KV has been loaded meanwhile."""
         begun = (
             self.scheduler.requests[new.req_id] for new in self._scheduled[-1].scheduled_new_reqs
         )
-        return not all(request.skip_reading_prefix_cache for request in begun)
+        return not all(
+            request.skip_reading_prefix_cache or request.request_id in self._were_loading
+            for request in begun
+        )
 
     @property
     def latest(self) -> list[str]:
