@@ -9,7 +9,8 @@ a key of an earlier version is a warning.
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -247,72 +248,110 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Raises:
             ConfigError: a key is unknown, or its value is ill-typed or out of range.
         """
+        config, faults = cls.read(extra_config, environ)
+        if faults:
+            raise ConfigError("; ".join(faults))
+        return config
+
+    @classmethod
+    def read(
+        cls, extra_config: Mapping[str, Any] | None, environ: Mapping[str, str] | None = None
+    ) -> "tuple[OmniConfig, list[str]]":
+        """Read it as `load` does, but to the end.
+
+        Returns:
+            The configuration, with a default in the place of each value that is wrong; and what is
+            wrong, one message each.
+        """
         environ = os.environ if environ is None else environ
         known = get_type_hints(cls)
-        services = _of_services(environ)
         values: dict[str, Any] = {}
-        for variable, text in environ.items():
-            if not variable.startswith(ENV_PREFIX) or variable in _NOT_KEYS:
-                continue
-            key = variable[len(ENV_PREFIX) :].lower()
-            if key not in known and variable.startswith(services):
-                continue
-            if _is_gone(variable, key):
-                continue
-            if key not in known:
-                raise ConfigError(f"environment variable {variable}: {_unknown_key(key, known)}")
+        faults: list[str] = []
+        for variable, key, text in _of_environment(environ, known):
             where = f"environment variable {variable}"
-            value = _from_text(where, known[key], text)
-            if key == "hints":
-                value = _without_gone_hints(where, value)
-            values[key] = _check(where, known[key], value, strict=False)
+            try:
+                if key not in known:
+                    raise ConfigError(f"{where}: {_unknown_key(key, known)}")
+                value = _from_text(where, known[key], text)
+                values[key] = _value(where, key, known[key], value, strict=False)
+            except ConfigError as error:
+                faults.append(str(error))
         given: object = {} if extra_config is None else extra_config
         if not isinstance(given, Mapping):
-            raise ConfigError(f"kv_connector_extra_config must be an object, not {_shown(given)}")
+            faults.append(f"kv_connector_extra_config must be an object, not {_shown(given)}")
+            given = {}
         for key, value in given.items():
             if key in _FOREIGN_KEYS or _is_gone("kv_connector_extra_config", key):
                 continue
-            if key not in known:
-                raise ConfigError(f"kv_connector_extra_config: {_unknown_key(key, known)}")
-            where = f"kv_connector_extra_config: {key}"
-            if key == "hints":
-                value = _without_gone_hints(where, value)
-            values[key] = _check(where, known[key], value)
-        config = cls(**values)
-        config._check_ranges()
-        return config
+            try:
+                if key not in known:
+                    raise ConfigError(f"kv_connector_extra_config: {_unknown_key(key, known)}")
+                where = f"kv_connector_extra_config: {key}"
+                values[key] = _value(where, key, known[key], value)
+            except ConfigError as error:
+                faults.append(str(error))
+        for key, fault in cls(**values)._out_of_range():
+            faults.append(fault)
+            values.pop(key, None)
+        return cls(**values), faults
 
-    def _check_ranges(self) -> None:
-        seconds = ("handoff_ttl_s", "arena_wait_s", "load_timeout_s", "drain_quiet_s")
-        for key in ("arena_gib", *seconds):
-            value = getattr(self, key)
-            if value is not None:
-                _check_positive(key, value)
+    def _out_of_range(self) -> Iterator[tuple[str, str]]:
+        """The keys whose values are out of range, and what is wrong with each."""
+        for key, check in self._ranges().items():
+            try:
+                check()
+            except ConfigError as error:
+                yield key, str(error)
+
+    def _ranges(self) -> "dict[str, Callable[[], object]]":
+        numbers = ("arena_gib", "handoff_ttl_s", "arena_wait_s", "load_timeout_s", "drain_quiet_s")
+        checks: dict[str, Callable[[], object]] = {
+            key: partial(_check_positive, key, getattr(self, key))
+            for key in numbers
+            if getattr(self, key) is not None
+        }
+        checks["min_handoff_tokens"] = self._check_min_handoff_tokens
+        checks["orphan_s"] = self._check_orphan_s
+        checks["mooncake"] = self.mooncake.check
+        if self.store is not None:
+            checks["store"] = self.store.check
+        checks["namespace"] = self._check_namespace
+        checks["trace"] = self._check_trace
+        checks["peers"] = lambda: Peers(self.peers)
+        checks["listen"] = self._check_listen
+        return checks
+
+    def _check_min_handoff_tokens(self) -> None:
         if self.min_handoff_tokens < 0:
             raise ConfigError(f"min_handoff_tokens must not be negative, {self.min_handoff_tokens}")
+
+    def _check_orphan_s(self) -> None:
         if not 0 <= self.orphan_s <= MAX_ORPHAN_S:
             raise ConfigError(
                 f"orphan_s must be between 0 and {MAX_ORPHAN_S:g} seconds, not {self.orphan_s!r}"
             )
-        self.mooncake.check()
-        if self.store is not None:
-            self.store.check()
+
+    def _check_namespace(self) -> None:
         if not self.namespace or not all(c.isalnum() or c in "-_." for c in self.namespace):
             raise ConfigError(
                 f"namespace must be letters, digits, '-', '_' or '.', not {self.namespace!r}"
             )
         if self.namespace.startswith("."):
             raise ConfigError(f"namespace must not start with a dot: {self.namespace!r}")
+
+    def _check_trace(self) -> None:
         if self.trace == "":
             raise ConfigError("trace must name a folder, or be null")
-        Peers(self.peers)
-        if self.listen is not None:
-            host = parse_listen(self.listen).host
-            if self.key_file is None and not is_loopback(host):
-                raise ConfigError(
-                    f"listen: {host!r} is no loopback address such as 127.0.0.1, so that key_file "
-                    "is needed; `omni-connector keygen PATH` makes one, for all engines to share"
-                )
+
+    def _check_listen(self) -> None:
+        if self.listen is None:
+            return
+        host = parse_listen(self.listen).host
+        if self.key_file is None and not is_loopback(host):
+            raise ConfigError(
+                f"listen: {host!r} is no loopback address such as 127.0.0.1, so that key_file "
+                "is needed; `omni-connector keygen PATH` makes one, for all engines to share"
+            )
 
     @property
     def needs_loopback_key(self) -> bool:
@@ -342,6 +381,25 @@ def read_settings(where: str, kind: type[_Settings], given: Mapping[Any, Any]) -
         return msgspec.convert(dict(given), kind)
     except (msgspec.ValidationError, UnicodeError) as error:
         raise ConfigError(f"{where}: {str(error).replace('`$', f'`{where}')}") from error
+
+
+def _of_environment(
+    environ: Mapping[str, str], known: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str]]:
+    """Each variable that sets a key, or looks as if it did: its name, the key and its text."""
+    services = _of_services(environ)
+    for variable, text in environ.items():
+        key = variable[len(ENV_PREFIX) :].lower()
+        if not variable.startswith(ENV_PREFIX) or variable in _NOT_KEYS:
+            continue
+        if key in known or not (variable.startswith(services) or _is_gone(variable, key)):
+            yield variable, key, text
+
+
+def _value(where: str, key: str, kind: Any, given: Any, *, strict: bool = True) -> Any:
+    if key == "hints":
+        given = _without_gone_hints(where, given)
+    return check_value(where, kind, given, strict=strict)
 
 
 def _check_positive(key: str, value: float) -> None:
@@ -429,13 +487,22 @@ def _chosen(
     raise ConfigError(f"{where}: {', '.join(keys)} do not go together. Known are {sets}")
 
 
-def _check(where: str, kind: Any, value: Any, *, strict: bool = True) -> Any:
+def check_value(where: str, kind: Any, value: Any, *, strict: bool = True) -> Any:
+    """Convert a value to a type of settings.
+
+    Args:
+        where: how errors name the value.
+        strict: whether text is no number.
+
+    Raises:
+        ConfigError: it is ill-typed.
+    """
     structs = _structs(kind)
     if structs and isinstance(value, Mapping):
         chosen = _chosen(where, structs, value)
         known = get_type_hints(chosen[0])
         fields = {
-            key: _check(f"{where}.{key}", known[key], part, strict=strict)
+            key: check_value(f"{where}.{key}", known[key], part, strict=strict)
             for key, part in value.items()
         }
         try:

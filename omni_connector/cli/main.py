@@ -143,6 +143,17 @@ def parser() -> argparse.ArgumentParser:
         help="what vLLM gets as --kv-transfer-config, or its kv_connector_extra_config "
         "(default: only the environment's OMNI_CONNECTOR_... are read)",
     )
+    check.add_argument(
+        "--kv-events-config",
+        metavar="JSON",
+        help="what vLLM gets by this name: who would hear its events",
+    )
+    check.add_argument(
+        "--full",
+        action="store_true",
+        help="also import vLLM, and compare each of its names that is used, as an engine does; it "
+        "takes ten seconds or more",
+    )
     keygen = commands.add_parser(
         "keygen", help="make a key for engines on several hosts", description=_KEYGEN
     )
@@ -328,7 +339,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "doctor":
         from omni_connector.cli.doctor import doctor
 
-        return doctor(options.config)
+        return doctor(options.config, options.kv_events_config, full=options.full)
     if options.command == "dashboard":
         from omni_connector.cli.dashboard import dashboard
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the doctor finds, and how it says so."""
 
+import dataclasses
 import errno
-import io
 import json
 import os
 import socket
@@ -16,13 +16,15 @@ import pytest
 
 from omni_connector import plugin
 from omni_connector.cli import doctor as module
+from omni_connector.cli import vllm_settings
 from omni_connector.cli.doctor import CheckFailedError, Finding, doctor, examine, extra_config
 from omni_connector.cli.main import main
 from omni_connector.config import OmniConfig
 from omni_connector.net.keys import write_new_key
 from omni_connector.transports.mooncake import library as mooncake_lib
 
-SLOW = ("vLLM", "plugin")
+WHOLE = '{"kv_connector": "OmniKVConnector", "kv_role": "kv_both"}'
+OF_VLLM = ("vLLM", "plugin")
 
 
 def _broken() -> str:
@@ -31,7 +33,7 @@ def _broken() -> str:
 
 def _find(what: str) -> Finding:
     """What one check finds; with the settings of the environment if it is of these."""
-    check = dict(module.CHECKS).get(what)
+    check = {**dict(module.CHECKS), "vLLM's names": module._names}.get(what)
     if check is None:
         of_settings = dict(module.CHECKS_OF_SETTINGS)[what]
         return module._find(what, lambda: of_settings(OmniConfig.load(None)))
@@ -46,8 +48,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the checks that import vLLM."""
-    checks = tuple(each for each in module.CHECKS if each[0] not in SLOW)
+    """Without the checks that fail where vLLM is not installed."""
+    checks = tuple(each for each in module.CHECKS if each[0] not in OF_VLLM)
     monkeypatch.setattr(module, "CHECKS", checks)
 
 
@@ -83,10 +85,37 @@ def test_what_needs_no_vllm_is_in_order_here(what: str) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("what", ["vLLM", "plugin"])
+@pytest.mark.parametrize("what", ["vLLM", "plugin", "vLLM's names"])
 def test_what_needs_vllm_is_in_order_here(what: str) -> None:
     finding = _find(what)
     assert finding.ok, finding.text
+
+
+@pytest.mark.vllm
+def test_it_imports_neither_vllm_nor_torch_unless_it_is_asked_to(tmp_path: Path) -> None:
+    """That takes ten seconds and more."""
+    script = f"""
+import sys
+from omni_connector.cli.doctor import doctor
+doctor({json.dumps(WHOLE)}, '{{}}')
+sys.exit([each for each in ("vllm", "torch") if each in sys.modules] or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "WRONG" not in done.stdout
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("full", "newer"), [(True, False), (False, True), (False, False)])
+def test_vllm_is_imported_if_asked_for_or_if_it_is_newer_than_tested_ones(
+    full: bool, newer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(module, "_names", lambda: asked.append(True) or "fine")
+    if newer:
+        monkeypatch.setattr(plugin, "version", lambda name: "0.40.1")
+    list(examine(full=full))
+    assert asked == [True] * (full or newer)
 
 
 @pytest.mark.vllm
@@ -114,16 +143,23 @@ def test_vllm_leaves_out_a_plugin_that_it_was_not_told_to_load(
     assert ("omni_connector" in load_plugins_by_group(DEFAULT_PLUGINS_GROUP)) is there
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize(("allowed", "found"), [("another", False), ("a,omni_connector", True)])
 def test_a_plugin_that_vllm_was_told_to_leave_out_is_found(
-    monkeypatch: pytest.MonkeyPatch,
+    allowed: str, found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_PLUGINS", "another")
-    left_out = "raise ValueError({name!r} ' is no connector that vLLM knows')"
-    monkeypatch.setattr(module, "_LOOK_FOR_PLUGIN", left_out)
+    monkeypatch.setenv("VLLM_PLUGINS", allowed)
     finding = _find("plugin")
-    assert "OmniKVConnector is no connector that vLLM knows" in finding.text
+    assert finding.ok is found
+    assert (f"VLLM_PLUGINS={allowed!r}" in finding.text) is not found
+
+
+@pytest.mark.vllm
+def test_a_package_without_its_entry_point_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "entry_points", lambda **_: ())
+    finding = _find("plugin")
     assert not finding.ok
-    assert "VLLM_PLUGINS='another'" in finding.text
+    assert "no entry point here" in finding.text
 
 
 def test_what_lies_in_the_working_directory_is_no_vllm(
@@ -132,7 +168,7 @@ def test_what_lies_in_the_working_directory_is_no_vllm(
     (tmp_path / "only_here.py").write_text("print('found', 'here', '2', 'False')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "_LOOK_FOR_PLUGIN", "import only_here")
-    finding = _find("plugin")
+    finding = _find("vLLM's names")
     assert not finding.ok
     assert "No module named 'only_here'" in finding.text
 
@@ -166,7 +202,7 @@ def test_a_newer_vllm_is_in_order_and_said_to_be_untested(monkeypatch: pytest.Mo
 def test_what_is_lost_with_a_vllm_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "print('found', 'here', '2', 'False', 83); print('lost adapters share no KV')"
     monkeypatch.setattr(module, "_LOOK_FOR_PLUGIN", said)
-    finding = _find("plugin")
+    finding = _find("vLLM's names")
     assert finding.ok
     assert "all 83 names of vLLM that it uses are as expected; adapters share no" in finding.text
 
@@ -177,6 +213,24 @@ def test_a_misspelt_setting_is_found_once(monkeypatch: pytest.MonkeyPatch) -> No
     (finding,) = _wrong()
     assert finding.what == "settings"
     assert "arena_gib" in finding.text
+
+
+@pytest.mark.usefixtures("quick")
+def test_all_faults_are_found_at_once(tmp_path: Path) -> None:
+    wrong = _wrong(
+        {
+            "arena_gb": 1,
+            "handoff_ttl_s": -1,
+            "share": "perhaps",
+            "key_file": "/nowhere/key",
+            "trace": "/dev/null/spans",
+            "store": {"master": "127.0.0.1:1"},
+        }
+    )
+    text = " ".join(each.text for each in wrong)
+    for part in ("arena_gb", "handoff_ttl_s", "share must", "/nowhere/key", "/null/spans"):
+        assert part in text
+    assert "nobody answers at 127.0.0.1:1" in text
 
 
 @pytest.mark.usefixtures("quick")
@@ -278,53 +332,143 @@ def test_what_vllm_is_given_is_examined(capsys: pytest.CaptureFixture[str]) -> N
     assert "namespace team-a" in capsys.readouterr().out
 
 
-@pytest.mark.vllm
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({}, None),
-        ({"kv_load_failure_policy": "recompute"}, None),
-        ({"kv_role": None}, "kv_role"),
-        ({"kv_role": "kv_bth"}, "kv_role"),
-        ({"kv_load_failure_policy": "recompue"}, "kv_load_failure_policy"),
-        ({"kv_conector": "x"}, "kv_conector"),
-    ],
+OF_TRANSFER: tuple[tuple[dict[str, object], str | None], ...] = (
+    ({}, None),
+    ({"kv_load_failure_policy": "recompute", "kv_port": 3, "engine_id": "x"}, None),
+    ({"kv_role": None}, "kv_role is missing"),
+    ({"kv_role": "kv_bth"}, "kv_role must be 'kv_producer' or"),
+    ({"kv_load_failure_policy": "recompue"}, "kv_load_failure_policy must be"),
+    ({"kv_conector": "x"}, "did you mean 'kv_connector'"),
+    ({"kv_port": "no"}, "kv_port must be a whole number"),
 )
-@pytest.mark.parametrize("within", [False, True])
-def test_what_vllm_itself_refuses_is_found(
-    changed: dict[str, str | None],
-    told: str | None,
-    within: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def here(script: str, text: str) -> subprocess.CompletedProcess[str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-        exec(script, {})
-        return subprocess.CompletedProcess([], 0, *capsys.readouterr())
 
-    monkeypatch.setattr(module, "_in_process", here)
-    given = {"kv_connector": "OmniKVConnector", "kv_role": "kv_both", **changed}
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("changed", "told"), OF_TRANSFER)
+@pytest.mark.parametrize("within", [False, True])
+def test_what_vllm_refuses_is_found_and_nothing_else(
+    changed: dict[str, object], told: str | None, within: bool
+) -> None:
+    from pydantic import TypeAdapter
+    from vllm.config import KVTransferConfig
+
+    given: dict[str, object] = {"kv_connector": "OmniKVConnector", "kv_role": "kv_both", **changed}
     given = {key: value for key, value in given.items() if value is not None}
+    takes = True
+    try:
+        TypeAdapter(KVTransferConfig).validate_json(json.dumps(given))
+    except (ValueError, TypeError):
+        takes = False
     if within:
         entries = {"connectors": [given]}
         given = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
         given["kv_connector_extra_config"] = entries
-    found = module._find("vLLM", lambda: module._transfer_config(json.dumps(given)))
-    assert found.ok is (told is None), found.text
-    assert (told or "kv_role kv_both") in found.text
-    fails = told is None and (within or not changed)  # of MultiConnector, the outer policy counts
-    assert ("set recompute" in found.text) is fails
+    found = vllm_settings.transfer_faults(given)
+    assert takes is (told is None)
+    assert len(found) == (not takes)
+    assert (told or "") in "".join(found)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("changed", "right"),
+    [({}, True), ({"publisher": "zqm"}, False), ({"topc": "x"}, False), ({"hwm": []}, False)],
+)
+def test_what_vllm_refuses_of_its_events_is_found(changed: dict[str, object], right: bool) -> None:
+    from pydantic import TypeAdapter
+    from vllm.config import KVEventsConfig
+
+    given = {"enable_kv_cache_events": True, **changed}
+    takes = True
+    try:
+        TypeAdapter(KVEventsConfig).validate_json(json.dumps(given))
+    except (ValueError, TypeError):
+        takes = False
+    assert takes is right
+    assert bool(vllm_settings.events_faults(given)) is not right
+
+
+@pytest.mark.vllm
+def test_the_fields_are_those_of_vllm() -> None:
+    from vllm.config import KVEventsConfig, KVTransferConfig
+
+    for kind, fields in (
+        (KVTransferConfig, vllm_settings.TRANSFER_FIELDS),
+        (KVEventsConfig, vllm_settings.EVENTS_FIELDS),
+    ):
+        assert {each.name for each in dataclasses.fields(kind)} == set(fields)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *("tcp://*:5557", "tcp://[::]:5557", "tcp://[::1]:5557", "ipc:///tmp/events", "inproc://x"),
+        *("tcp://127.0.0.1:5557", "tcp://router:5557", "tcp://[fd00:1:2:3:4:5:6:7]:5557"),
+    ],
+)
+def test_it_knows_which_endpoints_vllm_listens_at(endpoint: str) -> None:
+    from vllm.distributed.kv_events import ZmqEventPublisher
+
+    if not hasattr(ZmqEventPublisher, "_is_bind_endpoint"):
+        pytest.skip("this vLLM decides it elsewhere")
+    assert vllm_settings.binds(endpoint) == ZmqEventPublisher._is_bind_endpoint(endpoint)
 
 
 @pytest.mark.usefixtures("quick")
-def test_vllm_is_asked_where_its_own_settings_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(module, "_transfer_config", lambda text: asked.append(text) or "fine")
-    whole = '{"kv_connector": "OmniKVConnector", "kv_role": "kv_both"}'
-    assert main(["doctor", "--config", whole]) == 0
-    assert main(["doctor", "--config", "{}"]) == 0
-    assert asked == [whole]
+@pytest.mark.parametrize(
+    ("endpoint", "text"),
+    [
+        ("tcp://127.0.0.1:5557", "Routers connect themselves, and hear nothing"),
+        ("tcp://*:5557", "on every address of this host"),
+        ("ipc:///run/events", "vLLM listens at ipc:///run/events; subscribers"),
+    ],
+)
+def test_it_says_who_hears_events(
+    endpoint: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = {"enable_kv_cache_events": True, "endpoint": endpoint}
+    assert main(["doctor", "--kv-events-config", json.dumps(events)]) == 0
+    assert text in " ".join(capsys.readouterr().out.split())
+    assert main(["doctor", "--kv-events-config", json.dumps({**events, "publishr": "zmq"})]) == 1
+    assert main(["doctor", "--kv-events-config", "{}"]) == 0
+    assert "nobody is told" in capsys.readouterr().out
+    assert main(["doctor", "--kv-events-config", "[]"]) == 2
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer", "kv_producer"])
+def test_it_gives_advice_to_engines_that_load(
+    role: str, within: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(policy: str, least: int) -> str:
+        given: dict[str, object] = {
+            "kv_connector": "OmniKVConnector",
+            "kv_role": role,
+            "kv_connector_extra_config": {"min_handoff_tokens": least},
+        }
+        if within:
+            entries = {"connectors": [given]}
+            given = {"kv_connector": "MultiConnector", "kv_role": role}
+            given["kv_connector_extra_config"] = entries
+        given["kv_load_failure_policy"] = policy  # of MultiConnector, the outer one counts
+        assert main(["doctor", "--config", json.dumps(given)]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    loads = role != "kv_producer"
+    assert ("Set recompute" in said("fail", 100)) is loads
+    assert "Set recompute" not in said("recompute", 100)
+    assert ("min_handoff_tokens is 0" in said("recompute", 0)) is loads
+    assert "min_handoff_tokens is 0" not in said("recompute", 100)
+
+
+def test_it_says_on_which_kernel_engines_that_share_cores_stall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for release, stalls in (("6.18.4-generic", True), ("6.1.0", False), ("6.180.1", False)):
+        monkeypatch.setattr(module.platform, "release", lambda release=release: release)
+        assert ("share CPU cores" in _find("system").text) is stalls
 
 
 def test_the_master_of_a_store_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +547,7 @@ def test_the_exit_status_says_whether_all_is_in_order(
     rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [Finding("kernel", True, "good")]
-    monkeypatch.setattr(module, "examine", lambda given: found)
+    monkeypatch.setattr(module, "examine", lambda given, full=False: found)
     if not rich:
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     assert doctor() == 0
