@@ -53,6 +53,7 @@ OTHERS = {
     "TimeoutStopSec": "a setting of systemd",
     "ValueErrors": "a plural",
     "config.json": "a file of a model",
+    "on_rpc": "a hook of a vLLM to come",
     "mooncake.store": "a module of Mooncake's",
     "omni-connector-prefill": "an example of a Service in Kubernetes",
     "params.json": "a file of a model",

@@ -509,6 +509,31 @@ class SlotPool:
             self._order.pin(due[::-1], pinned=False)
             self.releases += 1
 
+    def pins_until(self, slot_ids: Ints) -> float:
+        """When the first of the pins of these slots ends; 0 if one of them is not pinned."""
+        if not len(slot_ids) or not self.pinned(slot_ids).all():
+            return 0.0
+        return float(self._pinned_until[slot_ids].min())
+
+    def cached(self) -> Ints:
+        """The cached slots, pinned ones included, in ascending order."""
+        return np.flatnonzero(self._order.here(np.arange(len(self.generation))))
+
+    def drop(self, slot_ids: Ints) -> int:
+        """Free those of these slots that are cached, pinned or not; returns their number. Each is
+        named once. Slots that somebody holds, or that are being filled, stay as they are."""
+        cached = slot_ids[self._order.here(slot_ids)]
+        if not len(cached):
+            return 0
+        self._order.pin(cached[self.pinned(cached)], pinned=False)
+        self._order.remove(cached)
+        self.num_cached -= len(cached)
+        if self.listing is not None:
+            self.listing.hide(cached)
+        self._keyed[cached] = False
+        self._settle(cached)
+        return len(cached)
+
     def hold(self, slot_ids: Ints) -> None:
         """Add a user to slots that are held already."""
         self._users[slot_ids] += 1

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`omni-connector explain`: where the KV of a prompt is, for each engine of a namespace."""
 
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -140,14 +141,9 @@ def ask(asking: Asking, namespace: str, engine: str) -> Answer:
         ConfigError: the runtime folder is unsafe; or no engine could be asked, as `Asking.ids`
             raised for each.
     """
-    folder = existing_folder(namespace)
-    asked, remarks = ([], []) if folder is None else _engines(folder)
-    try:
-        chosen = [each for each in asked if each.engine.engine_id.startswith(engine)]
-        if not chosen:
-            remarks.append(_nobody(asked, namespace, engine))
-        found: list[Explanation] = []
-        refused: list[ConfigError] = []
+    found: list[Explanation] = []
+    refused: list[ConfigError] = []
+    with asked_engines(namespace, engine) as (chosen, asked, remarks):
         for each in chosen:
             others = [other for other in asked if other is not each]
             try:
@@ -156,12 +152,33 @@ def ask(asking: Asking, namespace: str, engine: str) -> Answer:
             except OmniError as error:
                 remarks.append(plain(f"{each.name}: {error}"))
                 refused += [error] if isinstance(error, ConfigError) else []
-        if refused and not found:
-            raise refused[0]
+    if refused and not found:
+        raise refused[0]
+    return Answer(namespace, str(namespace_dir(namespace)), time.time(), found, remarks)
+
+
+@contextlib.contextmanager
+def asked_engines(
+    namespace: str, engine: str
+) -> Iterator[tuple[list[AskedEngine], list[AskedEngine], list[str]]]:
+    """Connect to the engines of a namespace in this context.
+
+    Yields:
+        Those whose ids begin with `engine`; all; and what cannot be asked, in sentences.
+
+    Raises:
+        ConfigError: the runtime folder is unsafe.
+    """
+    folder = existing_folder(namespace)
+    asked, remarks = ([], []) if folder is None else _engines(folder)
+    try:
+        chosen = [each for each in asked if each.engine.engine_id.startswith(engine)]
+        if not chosen:
+            remarks.append(_nobody(asked, namespace, engine))
+        yield chosen, asked, remarks
     finally:
         for each in asked:
             each.close()
-    return Answer(namespace, str(namespace_dir(namespace)), time.time(), found, remarks)
 
 
 def _nobody(asked: list[AskedEngine], namespace: str, engine: str) -> str:

@@ -19,6 +19,14 @@ from omni_connector.errors import OmniError, ProtocolError, TransportError
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.status import plain
 from omni_connector.net.unix import Connection
+from omni_connector.prefix.cache_orders import (
+    Done,
+    DropPrompts,
+    KeptPrompt,
+    ListPrompts,
+    PinPrompt,
+    Prompts,
+)
 from omni_connector.prefix.explain import (
     ANSWERS,
     MAX_RUNS,
@@ -40,6 +48,9 @@ _ANSWER_S: Final = 5.0
 
 _IN_ALL_S: Final = 60.0
 """Longest time for all answers of one engine about one prompt, in seconds."""
+
+_MOST_PROMPTS: Final = 1 << 14
+"""Most prompts of one engine that are listed. It remembers fewer."""
 
 _FIRST_POLL_S: Final = 0.001
 """Seconds before a store's answer is asked for again; a store on this host has it by then."""
@@ -161,6 +172,28 @@ class AskedEngine:
             f"the prompt is too long to be explained within {_IN_ALL_S:g} s: it has "
             f"{len(tokens)} tokens"
         )
+
+    def prompts(self) -> list[KeptPrompt]:
+        """Return the prompts of which its arena has blocks, the latest first.
+
+        Raises:
+            OmniError: it does not answer, or not as an engine of this version.
+        """
+        found: list[KeptPrompt] = []
+        first: int | None = 0
+        while first is not None and len(found) < _MOST_PROMPTS:
+            answer = self._ask(ListPrompts(first), Prompts)
+            found += answer.prompts
+            first = answer.more
+        return found
+
+    def obey(self, order: PinPrompt | DropPrompts) -> Done:
+        """Have it pin a prompt, or drop one or all.
+
+        Raises:
+            OmniError: it does not answer, or has no such prompt any more.
+        """
+        return self._ask(order, Done)
 
     def evicted(self, key: bytes) -> bool:
         """Return whether the engine has evicted a block from its arena lately."""

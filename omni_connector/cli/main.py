@@ -54,6 +54,9 @@ _KEEP = """Hold the KV of engines that end, so that engines that start find it: 
 restart or an upgrade, of the only engine of a host, too. It runs beside the engines, as their user,
 until SIGTERM or Ctrl-C. Memory of living engines is theirs; that of ended ones comes on top."""
 
+_CACHE = """List the prompts whose KV the arenas of running engines hold, pin one for a while, or
+drop one or all. The engines need not be idle, nor busy."""
+
 
 def _cache_dir() -> Path | None:
     """Return the folder for the demo's model; None if the user has no home, as in containers."""
@@ -210,6 +213,7 @@ def parser() -> argparse.ArgumentParser:
     why.add_argument("--json", action="store_true", help="print a JSON document")
     _add_orders(commands)
     _add_keep(commands)
+    _add_cache(commands)
     return top
 
 
@@ -220,7 +224,7 @@ def _gib(text: str) -> float:
     return number
 
 
-def _day(text: str) -> float:
+def _up_to_a_day(text: str) -> float:
     number = float(text)
     if not 1 <= number <= 86400:
         raise argparse.ArgumentTypeError(f"must be 1 to 86400 seconds, not {text}")
@@ -238,7 +242,7 @@ def _add_keep(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     keep.add_argument(
         "--seconds",
-        type=_day,
+        type=_up_to_a_day,
         default=1800.0,
         metavar="S",
         help="for how long an ended engine is kept (default: %(default)g)",
@@ -248,6 +252,34 @@ def _add_keep(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         metavar="NAME",
         help="of the engines (default: that of the environment, else default)",
     )
+
+
+def _add_cache(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    cache = commands.add_parser(
+        "cache", help="list, pin and drop cached prompts", description=_CACHE
+    )
+    verbs = cache.add_subparsers(dest="verb", required=True, metavar="VERB")
+    names = "beginning of the prompt's name"
+    listing = verbs.add_parser("ls", help="list the prompts, the latest first")
+    pin = verbs.add_parser("pin", help="keep a prompt from being evicted")
+    pin.add_argument("prompt", metavar="NAME", help=names)
+    pin.add_argument(
+        "seconds", type=_up_to_a_day, metavar="SECONDS", help="for how long; a day at most"
+    )
+    drop = verbs.add_parser("drop", help="let go of a prompt, but of blocks that others begin with")
+    which = drop.add_mutually_exclusive_group(required=True)
+    which.add_argument("prompt", nargs="?", metavar="NAME", help=names)
+    which.add_argument("--all", action="store_true", help="let go of all")
+    for verb in (listing, pin, drop):
+        verb.add_argument(
+            "--engine", default="", metavar="ID", help="beginning of an engine id (default: all)"
+        )
+        verb.add_argument(
+            "--namespace",
+            metavar="NAME",
+            help="of the engines (default: that of the environment, else default)",
+        )
+        verb.add_argument("--json", action="store_true", help="print a JSON document")
 
 
 def _add_orders(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -386,6 +418,15 @@ def _run(options: argparse.Namespace) -> int:
         from omni_connector.cli.keep import keep
 
         return keep(options.gib, options.seconds, options.namespace)
+    if options.command == "cache":
+        from omni_connector.cli import cache
+
+        where = options.namespace, options.engine
+        if options.verb == "ls":
+            return cache.listed(*where, as_json=options.json)
+        if options.verb == "pin":
+            return cache.pin(options.prompt, options.seconds, *where, as_json=options.json)
+        return cache.drop(options.prompt, *where, as_json=options.json)
     if options.cache is None:
         raise ConfigError("demo: this user has no home folder: give --cache DIR")
     require_supported_vllm()  # vLLM also installs `rich`, which the demo needs

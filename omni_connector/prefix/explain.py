@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
+from omni_connector.prefix.cache_orders import Done, DropPrompts, ListPrompts, PinPrompt, Prompts
 
 KIND: Final = "e-"
 """Names of the sockets at which engines answer begin with this."""
@@ -197,5 +198,9 @@ class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
     evicted: bool
 
 
-QUESTIONS: Final = msgspec.msgpack.Decoder(AskEngine | AskPrompt | AskEvicted)
-ANSWERS: Final = msgspec.msgpack.Decoder(ThisEngine | Later | Explained | Evicted | Refusal)
+QUESTIONS: Final = msgspec.msgpack.Decoder(
+    AskEngine | AskPrompt | AskEvicted | ListPrompts | PinPrompt | DropPrompts
+)
+ANSWERS: Final = msgspec.msgpack.Decoder(
+    ThisEngine | Later | Explained | Evicted | Prompts | Done | Refusal
+)

@@ -30,13 +30,16 @@ from omni_connector.copy.held_blocks import EngineRequest
 from omni_connector.errors import ProtocolError
 from omni_connector.identity.epochs import WeightsEpoch
 from omni_connector.kv.compatibility import CompatibilityKey
+from omni_connector.net.packets import PACKAGE, Refusal
 from omni_connector.net.runtime import socket_path
 from omni_connector.net.unix import Listener
+from omni_connector.prefix.cache_orders import Done, DropPrompts, ListPrompts, PinPrompt, Prompts
 from omni_connector.prefix.explain import (
     KIND,
     MAX_RUNS,
     MAX_TOKENS,
     QUESTIONS,
+    AskEngine,
     AskEvicted,
     AskPrompt,
     Evicted,
@@ -49,6 +52,7 @@ from omni_connector.prefix.explain import (
 )
 from omni_connector.prefix.hints import NO_HINTS
 from omni_connector.prefix.host_blocks import Found, HostBlocks
+from omni_connector.prefix.kept_prompts import KeptPrompts
 from omni_connector.prefix.key_prefix import KeyPrefix
 from omni_connector.prefix.loads import PrefixLoads
 from omni_connector.prefix.lookups import Held, reach
@@ -148,6 +152,7 @@ class Explainer:
         misses: says why it would load no more.
         host: the arenas that it uses; None for none.
         prefix: of its keys.
+        kept: obeys `omni-connector cache`; None where there is no arena that it could tell of.
 
     Raises:
         TransportError: another process has this engine's socket.
@@ -161,6 +166,7 @@ class Explainer:
         misses: Misses,
         host: HostBlocks | None,
         prefix: KeyPrefix,
+        kept: KeptPrompts | None = None,
     ) -> None:
         self._engine = engine
         self._groups = engine.groups.shapes
@@ -168,6 +174,7 @@ class Explainer:
         self._misses = misses
         self._host = host
         self._prefix = prefix
+        self._kept = kept
         self._asked: OrderedDict[int, _AskedRequest] = OrderedDict()
         self._listener = Listener(QUESTIONS, self.answer)
         try:
@@ -191,7 +198,23 @@ class Explainer:
                 return self._hear(question), None
             case AskEvicted():
                 return Evicted(self._misses.evicted(question.key)), None
-        return self._introduce(), None
+            case AskEngine():
+                return self._introduce(), None
+        return self._obey(question), None
+
+    def _obey(self, order: msgspec.Struct) -> msgspec.Struct:
+        kept = self._kept
+        if kept is None:
+            return Refusal("this engine shares no arena (`share` is off)", package=PACKAGE)
+        done: Prompts | Done | None = None
+        match order:
+            case ListPrompts():
+                done = kept.listed(order.first)
+            case PinPrompt():
+                done = kept.pin(order.name, order.seconds)
+            case DropPrompts():
+                done = kept.drop_all() if order.name is None else kept.drop(order.name)
+        return done or Refusal("there is no such prompt here (any more)", package=PACKAGE)
 
     def _introduce(self) -> ThisEngine:
         engine, weights = self._engine, self._engine.weights

@@ -6,7 +6,7 @@ leased. A reader notices by generation and key that a block was evicted before i
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -599,6 +599,60 @@ class HostBlocks:
         """Whether this block was evicted lately from the own arena."""
         with self._pool.lock:
             return any(self._pool.evicted_lately(each, key) for each in self._slot_groups[group])
+
+    def kept_until(self, group: int, keys: list[bytes]) -> tuple[int, float]:
+        """How many blocks of a prompt the own arena has, and until when all of them are pinned, 0
+        if they are not. Any thread may ask.
+
+        Args:
+            keys: of its full blocks in this group, from the first on. Where the group keeps all
+                tokens, blocks after one that is missing do not count.
+        """
+        found = _find_each([self._own.index], self._tags(group, keys))
+        if self._whole[group]:
+            found = found.before(int(np.argmin(np.append(found.owners, NOBODY))))
+        there = found.owners >= 0
+        with self._pool.lock:
+            until = self._pool.pins_until(found.slots[:, there].ravel())
+        return int(np.count_nonzero(there)), until
+
+    def pin(self, keys: Sequence[list[bytes]], until: float) -> tuple[int, int]:
+        """Pin what the own arena has of a prompt, by the keys of its blocks in each group. Any
+        thread may call this. Returns how many slots are pinned, and how many could not be."""
+        pinned = there = 0
+        for number, of_group in self._numbered(keys):
+            with self._pool.lock:
+                slots = self._pool.find(number, of_group)
+                pinned += self._pool.pin(slots, until)
+                there += len(slots)
+        return pinned, there - pinned
+
+    def drop(self, keys: Sequence[list[bytes]]) -> tuple[int, int]:
+        """Let go of blocks in the own arena, by their keys in each group. Any thread may call this.
+        Returns how many slots became free, and how many are held, so that they stay."""
+        dropped = there = 0
+        for number, of_group in self._numbered(keys):
+            with self._pool.lock:
+                slots = self._pool.find(number, of_group)
+                dropped += self._pool.drop(slots)
+                there += len(slots)
+        return dropped, there - dropped
+
+    def drop_all(self) -> tuple[int, int]:
+        """The same of all blocks in the own arena; slots that are held are not counted."""
+        with self._pool.lock:
+            slots = self._pool.cached()
+        dropped = 0
+        for at in range(0, len(slots), MAX_IN_ORDER):  # the engine's thread takes the lock, too
+            with self._pool.lock:
+                dropped += self._pool.drop(slots[at : at + MAX_IN_ORDER])
+        return dropped, 0
+
+    def _numbered(self, keys: Sequence[list[bytes]]) -> Iterator[tuple[int, list[bytes]]]:
+        """The slot groups of each group, with the keys."""
+        for numbers, of_group in zip(self._slot_groups, keys, strict=True):
+            for number in numbers:
+                yield number, of_group
 
     def rename(self, key_prefix: bytes) -> None:
         """Give new blocks keys of this prefix. The blocks of now are not found any more."""

@@ -29,6 +29,7 @@ from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.explainer import ExplainedEngine, Explainer
 from omni_connector.prefix.hints import NO_HINTS, Hints
 from omni_connector.prefix.host_blocks import Found, HostBlocks
+from omni_connector.prefix.kept_prompts import KeptPrompts
 from omni_connector.prefix.key_prefix import KeyPrefix
 from omni_connector.prefix.loads import PrefixLoads
 from omni_connector.prefix.lookups import Lookup, StoreLookups
@@ -71,6 +72,9 @@ class SharedPrefix(Product):
         replay: tokens at a prompt's beginning that vLLM computes again wherever a hit ends.
         context: clock and statistics.
         changes: collects changes for KV events; None where nobody asks for events.
+
+    Attributes:
+        kept: the prompts whose blocks the arena has; None without an arena.
     """
 
     waits_in = Phase.LOOKUP
@@ -115,11 +119,14 @@ class SharedPrefix(Product):
         # Prompts of this step for which we load nothing, with the tokens in vLLM's own cache.
         self._not_loaded: list[tuple[SharedPrompt, int]] = []
         self._explainer: Explainer | None = None
+        self.kept: Final = None if host is None else KeptPrompts(host, self._groups, context.clock)
 
     def explain(self, engine: ExplainedEngine) -> None:
         """Answer `omni-connector explain` from now on, until this is closed."""
         try:
-            self._explainer = Explainer(engine, self, self._misses, self._host, self._prefix)
+            self._explainer = Explainer(
+                engine, self, self._misses, self._host, self._prefix, self.kept
+            )
         except OmniError as error:
             logger.warning("`omni-connector explain` does not know this engine: %s", error)
 
@@ -344,6 +351,8 @@ class SharedPrefix(Product):
         del self._prompts[prompt]
         self.loads.revoke(prompt)
         self.saves.finish(prompt, blocks_of)
+        if self.kept is not None:
+            self.kept.note(prompt)
         if self._changes is not None and prompt.lookup is not None:
             for g, held in enumerate(prompt.lookup.held or ()):
                 blocks = list(zip(prompt.names[g], prompt.hashes[g], strict=True))

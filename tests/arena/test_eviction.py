@@ -470,6 +470,17 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.forget()
         assert self.pool.num_cached == 0
 
+    @rule(numbers=st.lists(st.integers(0, SLOTS - 1), unique=True))
+    def drop(self, numbers: list[int]) -> None:
+        held = {slot for each in self.prompts for slot in (*each.slots, *each.filling)}
+        asked = np.array(numbers, np.int64)
+        cached = asked[self.pool._order.here(asked)]
+        keyed = self.pool._keyed.copy()
+        assert self.pool.drop(asked) == len(cached)
+        assert not held & set(cached.tolist())
+        keyed[cached] = False  # nothing else is lost
+        assert (self.pool._keyed == keyed).all()
+
     @invariant()
     def counts_agree(self) -> None:
         pool = self.pool

@@ -95,6 +95,13 @@ class PinMachine(RuleBasedStateMachine):
         stay = [slot for slot in pinned if self.until[slot] > self.clock()]
         assert np.flatnonzero(self.pool._order.pinned).tolist() == stay
 
+    @rule(prompt=prompts, first=st.integers(0, 9), count=st.integers(1, 9))
+    def drop(self, prompt: int, first: int, count: int) -> None:
+        slots = self.pool.find(0, self.keys(prompt, first, count))
+        held = slots[self.pool._users[slots] > 0]
+        assert self.pool.drop(slots) == len(slots) - len(held)
+        assert sorted(self.pool.find(0, self.keys(prompt, first, count))) == sorted(held)
+
     @rule()
     def forget(self) -> None:
         self.pool.forget()

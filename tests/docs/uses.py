@@ -152,6 +152,10 @@ LISTED = {
     (_QUICKSTART, "make demo"): "the demo runs in tests/e2e/test_demo.py",
     (_QUICKSTART, "pip install 'omni-connector[demo]"): "needs a network; tests/e2e/test_demo.py",
     (_SHARED, "pip install"): "needs a network",
+    (
+        _OPERATIONS,
+        "omni-connector cache",
+    ): "tests/vllm_v1/test_cache_verbs.py, tests/e2e/test_keep.py",
     (_SHARED, "omni-connector keep"): "tests/e2e/test_keep.py starts it so",
     (_SHARED, "mooncake_master"): "tests/e2e/test_store.py starts it so",
     (_SHARED, "curl -s"): "tests/e2e/test_store.py reads this counter",

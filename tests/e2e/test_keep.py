@@ -3,6 +3,7 @@
 `omni-connector keep` runs beside it."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +83,19 @@ def start(engine: Engine) -> None:
     engine.wait_ready()
 
 
+def cache(environment: Mapping[str, str], *words: str) -> dict[str, Any]:
+    """The document that a verb prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "omni_connector", "cache", *words, "--json"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        timeout=WAIT_S,
+        check=True,
+    )
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
 def keeps(engine: Engine, prompt: list[int]) -> None:
     """Wait until the arena has the prompt."""
 
@@ -140,3 +155,16 @@ def test_a_killed_engine_finds_what_it_had_kept(
         case.check(ask(engine, prompt, new_salt()))
         case.check(ask(engine, prompt, salts[0]))
         assert engine.alive
+
+        # The engine is idle; nothing but its sockets is asked.
+        found = cache(environment, "ls")["engines"][0]["prompts"]
+        [name] = {each["name"] for each in found if each["hits"]}
+        assert cache(environment, "pin", name[:8], "600")["engines"][0]["blocks"] == TOKENS // BLOCK
+        [pinned] = [
+            each for each in cache(environment, "ls")["engines"][0]["prompts"] if each["pinned"]
+        ]
+        assert (pinned["name"], pinned["kept"]) == (name, TOKENS // BLOCK * BLOCK)
+        assert cache(environment, "drop", name)["engines"][0]["blocks"] == TOKENS // BLOCK
+        left = cache(environment, "ls")["engines"][0]["prompts"]
+        assert {each["name"] for each in left} == {each["name"] for each in found} - {name}
+        case.check(ask(engine, prompt, salts[0]))  # vLLM's own cache is not dropped

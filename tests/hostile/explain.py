@@ -19,6 +19,14 @@ import msgspec
 from omni_connector.errors import OmniError
 from omni_connector.identity.epochs import WeightsEpoch
 from omni_connector.net.packets import Refusal, read_answer
+from omni_connector.prefix.cache_orders import (
+    Done,
+    DropPrompts,
+    KeptPrompt,
+    ListPrompts,
+    PinPrompt,
+    Prompts,
+)
 from omni_connector.prefix.explain import (
     ANSWERS,
     QUESTIONS,
@@ -129,6 +137,14 @@ def explainer(
         yield answers
 
 
+_ORDERS: Final = (
+    ListPrompts(),
+    PinPrompt("0" * 16, 60.0),
+    DropPrompts("0" * 16),
+    DropPrompts(None),
+)
+
+
 def _honest() -> list[msgspec.Struct]:
     return [
         AskEngine(),
@@ -136,6 +152,7 @@ def _honest() -> list[msgspec.Struct]:
         AskPrompt(6, 0, _TOKENS, whole=True),
         AskPrompt(6, len(_TOKENS), whole=True),
         AskEvicted(b"x" * 32),
+        *_ORDERS,
     ]
 
 
@@ -150,9 +167,11 @@ def questions() -> Iterator[Parser]:
         corpus = [msgspec.msgpack.encode(each) for each in _honest()]
 
         def parse(packet: bytes) -> bool:
-            answer, descriptor = engine.answer(QUESTIONS.decode(packet))
+            question = QUESTIONS.decode(packet)
+            answer, descriptor = engine.answer(question)
             assert descriptor is None
-            assert not isinstance(answer, Refusal), "a question failed in the engine"
+            ordered = isinstance(question, ListPrompts | PinPrompt | DropPrompts)
+            assert isinstance(answer, Refusal) == ordered, "a question failed in the engine"
             assert len(msgspec.msgpack.encode(answer)) < 1 << 19
             return True
 
@@ -171,6 +190,8 @@ def answers() -> Iterator[Parser]:
     """What an engine answers."""
     with explainer() as engine:
         told = [engine.answer(AskEngine())[0], engine.answer(AskEvicted(b"x" * 32))[0], Later()]
+        kept = KeptPrompt("0" * 16, 64, 32, 5.0, 3, 0.0, "cmpl-1")
+        told += [Prompts((kept, kept), 2), Done(4, 1)]
         told.append(
             Explained(
                 known=True,

@@ -158,6 +158,20 @@ class Cluster(Clients):
 
         self.world.later(seconds, ends)
 
+    def drop(self, engine: str, number: int | None) -> None:
+        """An operator has an engine drop the prompt of this number in its list, the latest first,
+        or all."""
+        target = self.engines.get(engine)
+        if target is None or not target.halves or not inspection.shares(target.halves[0]):
+            return
+        kept = inspection.shared_parts(target.halves[0]).kept
+        if number is None:
+            done = kept.drop_all()
+        else:
+            prompts = kept.listed(0).prompts[number:]
+            done = kept.drop(prompts[0].name) if prompts else None
+        self.world.tell(f"{engine} is asked to drop prompt {number}: {done}")
+
     def keep(self, engines: int, seconds: float) -> None:
         """`omni-connector keep` is killed, if it runs, and started with room for so many engines,
         if that is not 0."""

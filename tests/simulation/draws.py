@@ -23,7 +23,7 @@ from tests.simulation.features import (
 )
 from tests.simulation.hints import hinted, overlong
 from tests.simulation.inputs import varied
-from tests.simulation.operators import operated
+from tests.simulation.operators import dropped, operated
 from tests.simulation.plan import Event, Plan, blocks_of, groups_of
 from tests.simulation.scenes import (
     busy,
@@ -102,7 +102,8 @@ def plan_of(seed: int) -> Plan:
     plan = selective(plan, random.Random(f"refuses {seed}"))
     plan = hung_up_on(plan, random.Random(f"listeners {seed}"))
     plan = interrupted(plan, random.Random(f"locks {seed}"))
-    return kept(plan, random.Random(f"keep {seed}"))
+    plan = kept(plan, random.Random(f"keep {seed}"))
+    return dropped(plan, random.Random(f"drops {seed}"))
 
 
 def accelerated(plan: Plan, draw: random.Random) -> Plan:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators of a simulation order: drains, restarts after them, and roles."""
+"""What operators of a simulation order: drains, restarts after them, roles, and drops."""
 
 import random
 from dataclasses import replace
@@ -10,6 +10,7 @@ from tests.simulation.plan import Event, Plan
 from tests.simulation.scenes import hand_off
 
 _OFTEN: Final = 0.15
+_DROPS_OFTEN: Final = 0.3
 
 
 def operated(plan: Plan, draw: random.Random) -> Plan:
@@ -43,5 +44,25 @@ def operated(plan: Plan, draw: random.Random) -> Plan:
             prompt = draw.randrange(3), draw.choice((13, 20))
             other = draw.choice(both)
             events.append(Event("hand_off", hand_off(engine, other, prompt), 100, 0))
+    numbered = (replace(each, number=number) for number, each in enumerate(events))
+    return replace(plan, events=tuple(numbered))
+
+
+def dropped(plan: Plan, draw: random.Random) -> Plan:
+    """The same with operators that drop what arenas hold, for some of the plans whose engines share
+    and whose requests give no hints; the plan itself for the others.
+
+    Args:
+        draw: of this, and of nothing else.
+    """
+    hinted = any(event.how.get("wish") for event in plan.events)
+    if draw.random() >= _DROPS_OFTEN or hinted or not all(each.hosts for each in plan.engines):
+        return plan
+    events = list(plan.events)
+    for _ in range(draw.choice((1, 3, 6))):
+        engine = draw.choice(plan.engines).name
+        number = draw.choice((None, 0, 0, 1, 2))
+        event = Event("drop", {"engine": engine, "number": number}, draw.choice((1, 10, 100)), 0)
+        events.insert(draw.randrange(1, len(events) + 1), event)
     numbered = (replace(each, number=number) for number, each in enumerate(events))
     return replace(plan, events=tuple(numbered))

@@ -58,6 +58,23 @@ SHARING: Final = (
         ),
     ),
     mutant(
+        "a drop takes slots that are held",
+        "what an operator drops is freed although a hand-off or a copy still needs it",
+        (
+            "omni_connector.arena.slot_pool",
+            "        cached = slot_ids[self._order.here(slot_ids)]\n        if not len(cached):",
+            "        cached = slot_ids[self._ready[slot_ids]]\n        if not len(cached):",
+        ),
+        (
+            "omni_connector.arena.slot_pool",
+            "        self._order.remove(cached)\n        self.num_cached -= len(cached)\n"
+            "        if self.listing",
+            "        there = cached[self._order.here(cached)]\n"
+            "        self._order.remove(there)\n        self.num_cached -= len(there)\n"
+            "        if self.listing",
+        ),
+    ),
+    mutant(
         "ended engines are kept for ever",
         "what `omni-connector keep` has of an engine stays long after its end",
         (
