@@ -42,6 +42,7 @@ from omni_connector.prefix.explain import (
     Place,
     ThisEngine,
 )
+from omni_connector.stores.shared_blocks import reader_difference
 
 _ANSWER_S: Final = 5.0
 """Longest wait for one answer of an engine, in seconds."""
@@ -320,10 +321,8 @@ def _why_apart(engine: ThisEngine, other: ThisEngine) -> str | None:
     if not (engine.shares and other.shares):
         whose = "it does" if engine.shares else "this one does"
         return f"{whose} not use the arenas of this host"
-    for name, ours in engine.traits.items():
-        theirs = other.traits.get(name)
-        if ours != theirs:
-            return plain(f"another {name.replace('_', ' ')}: {theirs!r}, here {ours!r}")
+    if (difference := reader_difference(other.traits, engine.traits)) is not None:
+        return plain(difference)
     for each, whose in ((engine, "this one"), (other, "it")):
         if each.alone:
             return f"the weights of {whose} are not known{' yet' if each.unsettled else ''}"

@@ -6,7 +6,9 @@ The shape is NIXL's, so that routers made for it forward it unchanged; our own k
 the prompt itself.
 """
 
+import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -25,6 +27,19 @@ MAX_TOKENS_AHEAD: Final = 1024
 _Hex = Annotated[
     str, Meta(pattern=r"^[0-9a-f]+\Z", min_length=2 * TOKEN_BYTES, max_length=2 * TOKEN_BYTES)
 ]
+
+_NO_HANDOFF: Final = "omni_no_handoff"
+"""The key under which a prefill answer says why nothing is handed off: a kind of failure."""
+
+_KIND: Final = re.compile(r"[a-z_]{1,64}")
+
+_REFUSALS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "draining": "it drains",
+        "decode_role": "its role is decode",
+        "arena_full": "its arena is full",
+    }
+)
 
 
 class BadParamsError(Exception):
@@ -83,6 +98,15 @@ def wants_handoff(params: Any) -> bool:
 def wants_remote_kv(params: Any) -> bool:
     """Whether a request says that its prompt was prefilled elsewhere."""
     return isinstance(params, Mapping) and bool(params.get("do_remote_prefill"))
+
+
+def refused_there(params: Any) -> str | None:
+    """Why the prefill engine of a request hands nothing off, in its words; None where it has not
+    said so."""
+    kind = params.get(_NO_HANDOFF) if isinstance(params, Mapping) else None
+    if not isinstance(kind, str) or _KIND.fullmatch(kind) is None:
+        return None
+    return _REFUSALS.get(kind, kind)
 
 
 def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
@@ -192,5 +216,5 @@ def no_handoff_answer(reason: str) -> dict[str, Any]:
         "do_remote_prefill": False,
         "do_remote_decode": False,
         "omni_version": PARAMS_VERSION,
-        "omni_no_handoff": reason,
+        _NO_HANDOFF: reason,
     }

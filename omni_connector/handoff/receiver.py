@@ -29,6 +29,7 @@ from omni_connector.handoff.params import (
     BadParamsError,
     RemotePrefill,
     parse_remote_prefill,
+    refused_there,
     wants_remote_kv,
 )
 from omni_connector.handoff.parts import Fetch
@@ -156,6 +157,13 @@ class HandoffReceiver(Product):
     def arrives(self, state: "RequestState", adapter: str) -> None:
         params = state.request.kv_transfer_params or {}
         if not wants_remote_kv(params):
+            if (reason := refused_there(params)) is not None:
+                logger.warning(
+                    "Request %s computes its prompt here: the prefill engine hands nothing off "
+                    "(%s)",
+                    state.request.request_id,
+                    reason,
+                )
             return
         try:
             self._take(state, params, adapter)
@@ -172,9 +180,8 @@ class HandoffReceiver(Product):
         request, rules = state.request, self._rules
         remote = parse_remote_prefill(params)
         if (refusal := state.refusals.fetch) is not None:
-            self._stats.fail(refusal)
             self.reject(remote)  # the prefill engine need not keep it
-            return
+            raise BadParamsError(refusal, "the role of this engine is prefill")
         if (reason := computes_all(request)) is not None:
             self.reject(remote)
             raise BadParamsError(reason, _COMPUTES_ALL)

@@ -19,7 +19,7 @@ logger = logging.getLogger("vllm.omni_connector.handoff")
 DRAINING: Final = "draining"
 DECODE_ROLE: Final = "decode_role"
 PREFILL_ROLE: Final = "prefill_role"
-"""Kinds of failure: by order of its operator this engine offers no hand-off, or fetches none."""
+"""Kinds of failure: as it drains, or by its role, an engine offers no hand-off or fetches none."""
 
 UNSERVED: Final = frozenset({DRAINING, DECODE_ROLE, PREFILL_ROLE})
 
@@ -120,7 +120,7 @@ class ServingState:
         if orders.drain is not None and orders.drain != self._drain:
             self._drain = orders.drain
             text = "drains: it offers no new hand-offs" if orders.drain else "serves again"
-            logger.info("By order of its operator, this engine %s", text)
+            logger.info("This engine %s (`omni-connector drain`, or SIGTERM to its server)", text)
         refused = orders.refused
         if orders.role and orders.role not in self._roles:
             allowed = ", ".join(self._roles) or "none, as it hands nothing off"
@@ -129,7 +129,7 @@ class ServingState:
             wanted = orders.role or self._roles[0]
             if wanted != self._role:
                 self._role = wanted
-                logger.info("By order of its operator, this engine has the role %s", wanted)
+                logger.info("This engine has the role %s (`omni-connector role`)", wanted)
         news = [text for text in refused if text not in self._told]
         self._told = refused
         for text in news:

@@ -12,7 +12,6 @@ lock, and single entries of dicts.
 """
 
 import enum
-import hashlib
 import os
 from array import array
 from collections import Counter, OrderedDict
@@ -61,6 +60,7 @@ from omni_connector.prefix.neighbours import index_socket
 from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
 from omni_connector.requests.phases import Phase
 from omni_connector.requests.state import Requests, RequestState
+from omni_connector.stores.shared_blocks import encodable, reader_traits
 
 _SOURCES: Final = {
     "tokens_kept": Place.ARENA,
@@ -225,9 +225,9 @@ class Explainer:
         stained = "vLLM's prefix cache may hold KV of other weights, until it is reset"
         return ThisEngine(
             engine_id=engine.engine_id[:1024],
-            model=_encodable(engine.name),
+            model=encodable(engine.name),
             tokenizer=Tokenizer(
-                _encodable(os.path.abspath(name) if os.path.isdir(name) else name),
+                encodable(os.path.abspath(name) if os.path.isdir(name) else name),
                 model.tokenizer_revision,
                 bool(model.trust_remote_code),
             ),
@@ -235,14 +235,14 @@ class Explainer:
                 msgspec.structs.replace(shape, layers="", pages=("any",), names=UNSET)
                 for shape in self._groups
             ),
-            traits=_traits(engine),
+            traits=reader_traits(engine.compatibility, engine.hash_id),
             weights=weights.sharing_id or "",
             socket=index_socket(engine.folder, engine.engine_id).name,
             neighbours=tuple(each.name for each in neighbours if not each.own),
             shares=host is not None,
             alone=self._prefix.is_own,
             unsettled=weights.unsettled,
-            problem=_encodable(weights.problem or (stained if weights.stained else "")),
+            problem=encodable(weights.problem or (stained if weights.stained else "")),
         )
 
     def _hear(self, question: AskPrompt) -> Later | Explained:
@@ -376,19 +376,3 @@ class Explainer:
 def _whose(found: Found, owner: int) -> tuple[Place, str]:
     name = found.engines[owner].name
     return (Place.HOST if name else Place.ARENA), name
-
-
-def _encodable(text: str) -> str:
-    """The text as UTF-8 can encode it, 1024 characters at most. A path may have other bytes."""
-    return text.encode("utf-8", "replace").decode()[:1024]
-
-
-def _traits(engine: ExplainedEngine) -> dict[str, str]:
-    """See `ThisEngine.traits`. They are the traits of `readers_id`."""
-    traits = {name: _encodable(str(value)) for name, value in engine.compatibility.values().items()}
-    key = engine.compatibility.of_sharing()
-    groups = key.stages if key.later_stages else key.groups
-    pages = hashlib.blake2b(msgspec.msgpack.encode(groups), digest_size=8)
-    # Other weights are told by the keys of blocks.
-    traits["configuration"] = traits.pop("weights")
-    return {**traits, "KV cache groups": pages.hexdigest(), "hashes": engine.hash_id[:1024]}

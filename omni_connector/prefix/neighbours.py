@@ -20,8 +20,8 @@ import select
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final, Protocol
 
@@ -41,6 +41,7 @@ from omni_connector.net.status import plain
 from omni_connector.net.unix import Connection, Listener
 from omni_connector.prefix.attaching import Arenas, Ranks
 from omni_connector.runtime.context import EngineContext
+from omni_connector.stores.shared_blocks import reader_difference
 from omni_connector.transports import Endpoint
 
 logger = logging.getLogger("vllm.omni_connector.sharing")
@@ -82,6 +83,7 @@ _ADOPT_S: Final = 5.0
 # background leaves to others: so they go before an engine stops populating its arena.
 _SHORT: Final = 2
 
+_Trait = Annotated[str, Meta(max_length=1024)]
 _Epoch = Annotated[bytes, Meta(min_length=EPOCH_BYTES, max_length=EPOCH_BYTES)]
 
 
@@ -129,6 +131,8 @@ class GiveIndex(msgspec.Struct, frozen=True, tag="give-index"):
         seconds: of an orphan, for how long it is kept yet.
         ended: whether `omni-connector keep` answers for an engine that has ended.
         engine_id: of the engine, for logs.
+        traits: what `readers` is a digest of, by name and value, for logs; see `reader_traits` in
+            `stores/shared_blocks.py`.
     """
 
     readers: Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -142,6 +146,7 @@ class GiveIndex(msgspec.Struct, frozen=True, tag="give-index"):
     seconds: Annotated[float, Meta(ge=0, le=MAX_ORPHAN_S)] = 0.0
     ended: bool = False
     engine_id: Annotated[str, Meta(max_length=1024)] = ""
+    traits: Annotated[tuple[tuple[_Trait, _Trait], ...], Meta(max_length=64)] = ()
 
     def named(self, socket: str) -> str:
         """The engine in the words of a log, where an older one is known by its socket alone."""
@@ -219,6 +224,7 @@ class LocalEngine:
         on_hits: called with slots and generations that a neighbour has read, on another thread;
             must not block.
         orphan_s: seconds for which the arenas of an engine that has ended are kept; 0 for none.
+        traits: by name; see `GiveIndex`.
         stripes: for each of the arenas, over how many of them slots are spread, here and at the
             neighbours; none where every rank has all slots.
     """
@@ -232,6 +238,7 @@ class LocalEngine:
     on_hits: Callable[[Ints, Ints], None]
     orphan_s: float = 0.0
     stripes: tuple[int, ...] = ()
+    traits: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def siblings(self) -> Sequence[Arenas]:
@@ -247,6 +254,7 @@ class LocalEngine:
             self.index.num_slots,
             self.arenas,
             engine_id=self.engine_id[:1024],
+            traits=tuple(self.traits.items()),
         )
 
 
@@ -583,9 +591,11 @@ class HostNeighbours:
         return None
 
     def _answered(self, name: str, connection: Connection) -> None:
+        engine = f"the engine at {name}"
         try:
             reply, descriptor = connection.answer(ANSWERS, time.monotonic() + _CONNECT_S, True)
             assert descriptor is not None
+            engine = reply.named(name)
             neighbour, descriptor = opened(reply, descriptor, self._local_engine, name)
         except (OmniError, OSError) as error:
             connection.close()
@@ -594,7 +604,7 @@ class HostNeighbours:
             if self._why_not.get(name) != str(error):
                 self._why_not[name] = str(error)
                 level = logging.DEBUG if isinstance(error, PeerUnreachableError) else logging.INFO
-                logger.log(level, "No prefixes are shared with %s: %s", name, error)
+                logger.log(level, "No prefixes are shared with %s: %s", engine, error)
             return
         except BaseException:
             connection.close()
@@ -699,7 +709,10 @@ def opened(
     """
     try:
         if reply.readers != ours.readers or len(reply.arenas) != len(ours.arenas):
-            raise PeerRefusedError("it runs another model, or runs it in another way")
+            difference = (
+                reader_difference(dict(reply.traits), ours.traits) or "another division by ranks"
+            )
+            raise PeerRefusedError(f"it has {plain(difference)}")
         stripes = ours.stripes or (1,) * len(reply.arenas)
         slots = (
             each.n_slots * number

@@ -9,7 +9,7 @@ bytes depend on, so engines that would misread each other's blocks never find th
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -64,6 +64,30 @@ def readers_id(compatibility: CompatibilityKey, hash_id: str) -> bytes:
         what += ("shards", compatibility.num_shards)
     encoded = msgspec.msgpack.encode(what)
     return hashlib.blake2b(encoded, digest_size=16, person=_MAGIC).digest()
+
+
+def reader_traits(compatibility: CompatibilityKey, hash_id: str) -> dict[str, str]:
+    """What `readers_id` is a digest of, in words: values by name, of 1,024 characters at most."""
+    traits = {name: encodable(str(value)) for name, value in compatibility.values().items()}
+    key = compatibility.of_sharing()
+    groups = key.stages if key.later_stages else key.groups
+    pages = hashlib.blake2b(msgspec.msgpack.encode(groups), digest_size=8)
+    # Other weights are told by the keys of blocks.
+    traits["configuration"] = traits.pop("weights")
+    return {**traits, "KV cache groups": pages.hexdigest(), "hashes": hash_id[:1024]}
+
+
+def reader_difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str | None:
+    """The first trait of ours that an engine has otherwise, in words; None where all are equal."""
+    for name, value in ours.items():
+        if theirs.get(name) != value:
+            return f"another {name.replace('_', ' ')}: {theirs.get(name)!r}, here {value!r}"
+    return None
+
+
+def encodable(text: str) -> str:
+    """The text as UTF-8 can encode it, 1,024 characters at most. A path may have other bytes."""
+    return text.encode("utf-8", "replace").decode()[:1024]
 
 
 def block_key(prefix: str, group: int, rank: int, block_hash: bytes) -> str:

@@ -63,7 +63,7 @@ from omni_connector.runtime.context import EngineContext
 from omni_connector.runtime.metric_names import COUNTERS
 from omni_connector.runtime.trace import FileTrace
 from omni_connector.stores.block_store import BlockStore
-from omni_connector.stores.shared_blocks import key_prefix, readers_id
+from omni_connector.stores.shared_blocks import key_prefix, reader_traits, readers_id
 from omni_connector.vllm_v1.compat import (
     hash_block_size,
     most_blocks_of_a_prompt,
@@ -606,6 +606,7 @@ class _Assembly:
                 folder=self._folder,
                 engine_id=self._engine_id,
                 readers=readers_id(self._shared_with, self._hash_id),
+                traits=reader_traits(self._shared_with, self._hash_id),
                 index=index,
                 arenas=self._arenas,
                 ranks=self._surroundings.ranks(

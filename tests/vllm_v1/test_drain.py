@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from omni_connector.handoff import receiver
 from omni_connector.net import status
 from omni_connector.net.orders import DRAIN, ROLE, give_order, take_back
 from omni_connector.net.runtime import of_kernel
@@ -166,6 +167,34 @@ def test_a_decode_role_offers_nothing_and_a_prefill_role_fetches_nothing(engine,
     assert two.generate(prompt(7 * BLOCK, 4), 3, params=answer).tokens
     assert two.count("handoffs_received") == 1
     assert_clean(one, two)
+
+
+def test_the_decode_engines_log_says_why_it_computes_a_prompt(
+    engine, operator, tokens, monkeypatch
+):
+    said = []
+    warn = lambda text, *arguments: said.append(text % arguments)  # noqa: E731
+    monkeypatch.setattr(receiver.logger, "warning", warn)
+    prefill, decode = engine("kv_both", engine_id="prefill"), engine("kv_both", engine_id="decode")
+    operator.drain("prefill")
+    wait(lambda: operator.told("prefill").service.phase == "drained")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
+    assert len(said) == 1
+    assert said[0].endswith("the prefill engine hands nothing off (it drains)")
+    operator.undo("prefill")
+    operator.role("prefill", "decode")
+    answer = prefill.generate(PROMPT, params=HANDOFF).params
+    decode.generate(PROMPT, params=answer)
+    assert said[1].endswith("(its role is decode)")
+    operator.role("prefill", "both")
+    operator.role("decode", "prefill")
+    answer = prefill.generate(prompt(6 * BLOCK, 3), params=HANDOFF).params
+    decode.generate(prompt(6 * BLOCK, 3), params=answer)
+    assert said[2].endswith("(prefill_role: the role of this engine is prefill)")
+    answer["do_remote_prefill"], answer["omni_no_handoff"] = False, "forged\nline"
+    decode.generate(PROMPT, params=answer)
+    assert len(said) == 3
 
 
 def test_a_role_switch_leaves_what_is_under_way_alone(engine, operator, tokens):

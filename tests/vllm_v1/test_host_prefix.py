@@ -535,15 +535,16 @@ def test_an_engine_of_another_model_is_told_of_once(sharer, monkeypatch):
     told = []
     monkeypatch.setattr(module.logger, "log", lambda level, *text: told.append(text))
     found = neighbours(sharer())
-    other = dataclasses.replace(found._local_engine, name="another", readers=b"x" * 16)
+    ours = found._local_engine
+    traits = {**ours.traits, "dtype": "float8"}
+    other = dataclasses.replace(ours, engine_id="another", readers=b"x" * 16, traits=traits)
     with contextlib.closing(HostNeighbours(other, PROCESS_CONTEXT)):
         for _ in range(3):
             found._not_before.clear()
             found.look()
         assert not found.present()
-        ours = [text for text in told if text[1] != found._own.name]
-        assert len(ours) == 1
-        assert "another model" in str(ours[0][2])
+        (why,) = [each[2] for each in told if each[1] == "engine another"]
+        assert str(why).startswith("it has another dtype: 'float8', here ")
     found.look()
     assert found._not_before == found._why_not == {}  # it has ended
 
