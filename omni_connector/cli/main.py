@@ -107,12 +107,12 @@ def parser() -> argparse.ArgumentParser:
         type=_length,
         nargs="+",
         metavar="N",
-        help="lengths of the prompts, in tokens (default: four, up to 2049)",
+        help="lengths of the prompts, in tokens (default: 513 1000 2049)",
     )
     demo.add_argument(
         "--rounds",
         type=_positive,
-        default=1,
+        default=3,
         metavar="N",
         help="prompts of each length; the table shows medians (default: %(default)s)",
     )
@@ -309,7 +309,12 @@ def _add_orders(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "role", help="have an engine offer hand-offs, fetch them, or both", description=_ROLE
     )
     role.add_argument("engine", metavar="ENGINE", help="beginning of its id")
-    role.add_argument("role", choices=ROLES, help="the role that it shall have")
+    role.add_argument(
+        "role",
+        nargs="?",
+        choices=ROLES,
+        help="the role that it shall have (default: say which it has)",
+    )
     for command in (drain, role):
         command.add_argument(
             "--namespace",

@@ -177,12 +177,12 @@ def _left(engine: OrderedEngine) -> str:
     )
 
 
-def role(engine: str, wanted: Role, namespace: str | None) -> int:
-    """Give an engine another role; return the exit status.
+def role(engine: str, wanted: Role | None, namespace: str | None) -> int:
+    """Give an engine another role, or say which it has; return the exit status.
 
     Args:
-        engine: beginning of its id.
-        wanted: the role.
+        engine: beginning of its id, as `find_engines` takes it.
+        wanted: the role; None asks.
         namespace: of the engine; None for the environment's.
 
     Raises:
@@ -192,6 +192,10 @@ def role(engine: str, wanted: Role, namespace: str | None) -> int:
     chosen = find_engines(engine, _namespace(namespace))
     if not chosen:
         return 1
+    if wanted is None:
+        for each in chosen:
+            print(f"{each.name} has the role {each.status.service.role or 'none'}")
+        return 0
     for each in chosen:
         roles = each.status.service.roles
         if wanted not in roles:

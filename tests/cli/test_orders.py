@@ -281,6 +281,16 @@ def test_a_role_is_given_and_given_back(make: Make, role: str) -> None:
     assert one.file.orders() == NO_ORDERS
 
 
+@pytest.mark.parametrize(("has", "said"), [("decode", "decode"), (None, "none")])
+def test_an_engine_is_asked_for_its_role(
+    make: Make, has: str | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = make("one", service(role=has))
+    assert main(["role", "one"]) == 0
+    assert capsys.readouterr().out == f"one has the role {said}\n"
+    assert one.file.orders() == Orders()
+
+
 def test_a_role_that_the_configuration_lacks_is_an_error(
     make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,7 +313,7 @@ def test_an_engine_that_does_not_obey_is_an_error(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["role", "one", "kv_both"], ["role", "one"], ["drain", "--wait", "x"]]
+    "arguments", [["role", "one", "kv_both"], ["role"], ["drain", "--wait", "x"]]
 )
 def test_a_wrong_command_line_is_an_error(arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -36,7 +36,7 @@ def test_the_demo_moves_the_kv_and_gets_the_same_tokens(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     level = logging.getLogger("vllm").level
-    status = demo(lengths=(100, 513), cache=cache, logs=tmp_path)
+    status = demo(lengths=(100, 513), rounds=1, cache=cache, logs=tmp_path)
     out = capsys.readouterr().out
     assert status == 0, out
     assert out.count("yes") == 2
@@ -56,7 +56,7 @@ def test_the_demo_fails_a_connector_that_moves_nothing(
     # How long counts are waited for that do not come.
     monkeypatch.setattr(module, "_STATS_S", 1.0)
     no_op = CONFIGURATIONS["reference"].connector
-    status = demo(lengths=(513,), cache=cache, logs=tmp_path, kv_transfer_config=no_op)
+    status = demo(lengths=(513,), rounds=1, cache=cache, logs=tmp_path, kv_transfer_config=no_op)
     out = capsys.readouterr().out
     assert status == 1
     assert "KV of 0 tokens" in out
