@@ -38,6 +38,7 @@ VLLM = {
 """Names of vLLM's that no code of ours uses."""
 
 OTHERS = {
+    "--worker-startup-timeout-secs": "an option of vllm-router",
     "DeepSeek": "models",
     "FlashAttention": "kernels",
     "FlyDSL": "kernels",
