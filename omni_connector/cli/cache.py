@@ -83,6 +83,60 @@ def drop(prompt: str | None, namespace: str | None, engine: str, *, as_json: boo
     )
 
 
+def move(prompt: str, to: str, namespace: str | None, engine: str, *, as_json: bool) -> int:
+    """Have an engine copy a prompt to its own arena, and drop it where it was; return the exit
+    status.
+
+    Args:
+        prompt: beginning of its name.
+        to: beginning of the id of the engine that shall have it.
+        namespace, as_json: as for `listed`.
+        engine: beginning of the ids of the engines that it may be taken from.
+
+    Raises:
+        ConfigError: as `listed`; or prompts of several names, or ids of several engines begin so.
+    """
+    done: list[dict[str, Any]] = []
+    name = _namespace(namespace)
+    with asked_engines(name, "") as (_, asked, remarks):
+        targets = [each for each in asked if each.engine.engine_id.startswith(to)]
+        if len(targets) != 1:
+            raise ConfigError(f"{len(targets)} engines have ids that begin with {plain(to)}")
+        [target] = targets
+        sources = [
+            each
+            for each in asked
+            if each is not target and each.engine.engine_id.startswith(engine)
+        ]
+        full, holders = _named(prompt, _prompts(sources, remarks))
+        if full is None:
+            remarks.append(f"No other arena has a prompt whose name begins with {plain(prompt)}.")
+        for source in holders:
+            assert full is not None
+            try:
+                moved = target.bring(full, source)
+                if not moved.blocks or moved.others:
+                    remarks.append(
+                        f"{target.name} did not get {moved.others} blocks of {source.name}, which "
+                        "keeps them: it reads no arena of another model or other weights, and has "
+                        "bounded room"
+                    )
+                    continue
+                dropped = source.obey(DropPrompts(full))
+                done.append({"engine_id": target.name, "blocks": moved.blocks})
+                done.append({"engine_id": source.name, "dropped": dropped.blocks})
+            except OmniError as error:
+                remarks.append(plain(f"{source.name}: {error}"))
+    if as_json:
+        _print_json(name, done, remarks)
+    else:
+        for each in done:
+            what = "has" if "blocks" in each else "dropped"
+            print(f"{each['engine_id']}: {what} {each.get('blocks', each.get('dropped'))} blocks")
+        _tell(remarks)
+    return 0 if done and not remarks else 1
+
+
 def _ordered(
     prompt: str | None,
     order: Callable[[Any], PinPrompt | DropPrompts],

@@ -20,9 +20,12 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.status import plain
 from omni_connector.net.unix import Connection
 from omni_connector.prefix.cache_orders import (
+    AskKeys,
+    BringBlocks,
     Done,
     DropPrompts,
     KeptPrompt,
+    Keys,
     ListPrompts,
     PinPrompt,
     Prompts,
@@ -195,6 +198,41 @@ class AskedEngine:
             OmniError: it does not answer, or has no such prompt any more.
         """
         return self._ask(order, Done)
+
+    def bring(self, name: str, source: "AskedEngine") -> Done:
+        """Have it copy a prompt that another engine has to its own arena.
+
+        Returns:
+            Of all groups, blocks that its arena has then, and blocks that could not be copied.
+
+        Raises:
+            OmniError: one of both does not answer, or that takes too long.
+        """
+        until = time.monotonic() + _IN_ALL_S
+        ticket = secrets.randbits(62)
+        blocks = others = group = first = 0
+        while True:
+            keys = source._ask(AskKeys(name, group, first), Keys)
+            first += len(keys.keys)
+            if keys.keys:
+                done = self._brought(BringBlocks(ticket, group, keys.keys), until)
+                blocks += done.blocks
+                others += done.others
+            if not keys.keys or first >= keys.blocks:
+                group, first = group + 1, 0
+                if group >= keys.groups:
+                    self._ask(BringBlocks(ticket, whole=True), Done)
+                    return Done(blocks, others)
+
+    def _brought(self, question: BringBlocks, until: float) -> Done:
+        answer: Any = self._ask(question, Done, Later)
+        while isinstance(answer, Later):
+            if time.monotonic() >= until:
+                raise TransportError(f"the prompt is not copied within {_IN_ALL_S:g} s")
+            time.sleep(_POLL_S)
+            answer = self._ask(BringBlocks(question.ticket), Done, Later)
+        done: Done = answer
+        return done
 
     def evicted(self, key: bytes) -> bool:
         """Return whether the engine has evicted a block from its arena lately."""

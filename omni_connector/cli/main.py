@@ -54,8 +54,8 @@ _KEEP = """Hold the KV of engines that end, so that engines that start find it: 
 restart or an upgrade, of the only engine of a host, too. It runs beside the engines, as their user,
 until SIGTERM or Ctrl-C. Memory of living engines is theirs; that of ended ones comes on top."""
 
-_CACHE = """List the prompts whose KV the arenas of running engines hold, pin one for a while, or
-drop one or all. The engines need not be idle, nor busy."""
+_CACHE = """List the prompts whose KV the arenas of running engines hold, pin one for a while, drop
+one or all, or move one to another engine. The engines need not be idle, nor busy."""
 
 
 def _cache_dir() -> Path | None:
@@ -256,7 +256,7 @@ def _add_keep(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def _add_cache(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     cache = commands.add_parser(
-        "cache", help="list, pin and drop cached prompts", description=_CACHE
+        "cache", help="list, pin, drop and move cached prompts", description=_CACHE
     )
     verbs = cache.add_subparsers(dest="verb", required=True, metavar="VERB")
     names = "beginning of the prompt's name"
@@ -270,7 +270,10 @@ def _add_cache(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     which = drop.add_mutually_exclusive_group(required=True)
     which.add_argument("prompt", nargs="?", metavar="NAME", help=names)
     which.add_argument("--all", action="store_true", help="let go of all")
-    for verb in (listing, pin, drop):
+    move = verbs.add_parser("move", help="copy a prompt to another engine, and drop it here")
+    move.add_argument("prompt", metavar="NAME", help=names)
+    move.add_argument("to", metavar="ENGINE", help="beginning of the id of the engine that gets it")
+    for verb in (listing, pin, drop, move):
         verb.add_argument(
             "--engine", default="", metavar="ID", help="beginning of an engine id (default: all)"
         )
@@ -431,6 +434,8 @@ def _run(options: argparse.Namespace) -> int:
             return cache.listed(*where, as_json=options.json)
         if options.verb == "pin":
             return cache.pin(options.prompt, options.seconds, *where, as_json=options.json)
+        if options.verb == "move":
+            return cache.move(options.prompt, options.to, *where, as_json=options.json)
         return cache.drop(options.prompt, *where, as_json=options.json)
     if options.cache is None:
         raise ConfigError("demo: this user has no home folder: give --cache DIR")

@@ -6,5 +6,6 @@ generations; `held_blocks` has the ledger of the jobs under way, and their block
 `threads` do them piece by piece: a save fills slots of the own arena and commits them, with the
 layers if it can (`layered`); a load fills blocks from a peer's slots (`load_plans` says which from
 which), whose generations, keys and checksums it compares (`loading`). A copier (`copier`) moves the
-bytes, on the `host` or `staged` through a device's stream. What ended, and how, goes back.
+bytes, on the `host` or `staged` through a device's stream. What ended, and how, goes back. Slots go
+from arena to arena without a job (`arena_copies`).
 """

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena
 from omni_connector.arena.pinning import Pins
+from omni_connector.copy.arena_copies import ArenaCopies
 from omni_connector.copy.copier import BlockCopier, BlockCopy
 from omni_connector.copy.jobs import LoadSpec, batch_blocks
 from omni_connector.copy.load_plans import LoadPlans, LoadStep, SlotPart
@@ -124,6 +125,9 @@ class Loader:
             keeps_orphans=keeps_orphans,
             pins=pins,
         )
+        self._copies = None
+        if own is not None:
+            self._copies = ArenaCopies(own[0], self._arenas, self._threads, checksum=checksum)
         mapped = batch_blocks(layout, copier.speed)
         self._rank = _Rank(
             copier=copier,
@@ -148,6 +152,11 @@ class Loader:
     def keep(self, endpoints: tuple[Endpoint, ...], seconds: float) -> tuple[Endpoint, ...] | None:
         """See `PeerArenas.keep`. Any thread may call this."""
         return self._arenas.keep(endpoints, seconds)
+
+    @property
+    def copies(self) -> ArenaCopies | None:
+        """Copies slots of peers' arenas to the own one; None where it has none."""
+        return self._copies
 
     def close(self) -> None:
         """Let go of the peers' arenas. No work may be under way."""

@@ -13,14 +13,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Any, Final, Protocol
 
 from msgspec import Meta, Struct
 from msgspec.msgpack import Decoder
 
+from omni_connector.arena.slot_index import Ints
 from omni_connector.config import MAX_ORPHAN_S
+from omni_connector.copy.arena_copies import AskCopy, Copied
 from omni_connector.errors import OmniError
 from omni_connector.net import rank_socket
 from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
@@ -78,7 +81,40 @@ class Attached(Struct, frozen=True, tag="attached"):
     handed_on: Annotated[tuple[Endpoint, ...], Meta(max_length=16)] = ()
 
 
-ANSWERS: Final = Decoder(Attached | Refusal)
+ANSWERS: Final = Decoder(Attached | Copied | Refusal)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotCopy:
+    """A copy of slots that another engine's arenas have, to the own arenas: all ranks make it.
+
+    Attributes:
+        ticket: names it.
+        arenas: of the other engine.
+        slots, generations: there. Both int64 `(n,)`, at most `MOST_SLOTS`.
+        own_slots, own_generations: of the own arenas; likewise.
+        keys: in the headers of both.
+    """
+
+    ticket: int
+    arenas: Arenas
+    slots: Ints
+    generations: Ints
+    own_slots: Ints
+    own_generations: Ints
+    keys: Sequence[bytes]
+
+    def of_rank(self, rank: int) -> AskCopy:
+        """What is asked of one rank."""
+        return AskCopy(
+            self.ticket,
+            self.arenas[rank],
+            self.slots.tobytes(),
+            self.generations.tobytes(),
+            self.own_slots.tobytes(),
+            self.own_generations.tobytes(),
+            tuple(self.keys),
+        )
 
 
 def attached_ahead(attach: AttachAhead, keep: Keep) -> RankAnswers:
@@ -119,6 +155,14 @@ class Ranks(Protocol):
         Returns:
             For each engine where other processes attach its arenas, each at the same rank of this
             engine; the endpoints of a rank are empty where they cannot. None if a rank lacks one.
+        """
+
+    def copied(self, copy: SlotCopy) -> bool | None:
+        """Have each rank make a copy, once. May wait for a rank.
+
+        Returns:
+            Whether every rank has made it; None until each has made it or failed. So no rank writes
+            to these slots after another answer.
         """
 
     def close(self) -> None:
@@ -173,6 +217,14 @@ class RankSockets:
             ]
         return [self._kept_by_all(answers, number) for number in range(len(orphans))]
 
+    def copied(self, copy: SlotCopy) -> bool | None:
+        with self._lock:
+            answers: list[bool | None] = []
+            for rank in range(len(self._reads)):
+                said = list(self._answers(rank, [copy.of_rank(rank)]))
+                answers.append(said[0].copied if said else None)
+        return None if None in answers else all(answers)
+
     def _kept_by_all(self, answers: Sequence[list[Attached]], number: int) -> Arenas | None:
         """What all ranks say of one orphan, if each has all that it reads of it.
 
@@ -199,7 +251,9 @@ class RankSockets:
         for arena, answer in zip(wanted, self._answers(rank, questions), strict=False):
             self._said[rank][arena] = answer.attached
 
-    def _answers(self, rank: int, questions: Sequence[AskAttached]) -> Iterator[Attached]:
+    def _answers(
+        self, rank: int, questions: Sequence[AskAttached] | Sequence[AskCopy]
+    ) -> Iterator[Any]:
         """Yield a rank's answers, up to the first question that it does not answer in time."""
         deadline = time.monotonic() + _ANSWER_S
         for question in questions:

@@ -20,6 +20,9 @@ NAME_BYTES: Final = 8
 
 _Name = Annotated[str, Meta(pattern=f"^[0-9a-f]{{{2 * NAME_BYTES}}}$")]
 _Number = Annotated[int, Meta(ge=0, le=1 << 48)]
+_Keys = Annotated[
+    tuple[Annotated[bytes, Meta(min_length=8, max_length=64)], ...], Meta(max_length=MAX_LISTED)
+]
 _Seconds = Annotated[float, Meta(ge=0)]
 
 
@@ -52,6 +55,48 @@ class DropPrompts(msgspec.Struct, frozen=True, tag="drop-prompts"):
     """
 
     name: _Name | None
+
+
+class AskKeys(msgspec.Struct, frozen=True, tag="ask-keys"):
+    """Asks for the keys of a prompt's blocks; answered with `Keys`.
+
+    Attributes:
+        name: of the prompt.
+        group: of the blocks, among the groups that the engine keeps.
+        first: index of the first block.
+    """
+
+    name: _Name
+    group: _Number
+    first: _Number
+
+
+class Keys(msgspec.Struct, frozen=True, tag="keys"):
+    """The keys of consecutive blocks of a prompt, of which there are `blocks` in the group.
+
+    Attributes:
+        groups: number of groups.
+    """
+
+    keys: _Keys
+    blocks: _Number
+    groups: _Number
+
+
+class BringBlocks(msgspec.Struct, frozen=True, tag="bring-blocks"):
+    """Has an engine copy blocks of a prompt from the arenas of others to its own; answered with
+    `Later` until that has ended, and then with `Done`.
+
+    Attributes:
+        ticket: names the prompt; drawn by the asker.
+        group, keys: of the next blocks; none to ask whether the last ones are there.
+        whole: whether the prompt ends with the blocks that were named before.
+    """
+
+    ticket: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    group: _Number = 0
+    keys: _Keys = ()
+    whole: bool = False
 
 
 class KeptPrompt(msgspec.Struct, frozen=True):

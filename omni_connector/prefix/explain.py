@@ -13,7 +13,16 @@ from msgspec import Meta
 
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
-from omni_connector.prefix.cache_orders import Done, DropPrompts, ListPrompts, PinPrompt, Prompts
+from omni_connector.prefix.cache_orders import (
+    AskKeys,
+    BringBlocks,
+    Done,
+    DropPrompts,
+    Keys,
+    ListPrompts,
+    PinPrompt,
+    Prompts,
+)
 
 KIND: Final = "e-"
 """Names of the sockets at which engines answer begin with this."""
@@ -199,8 +208,15 @@ class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
 
 
 QUESTIONS: Final = msgspec.msgpack.Decoder(
-    AskEngine | AskPrompt | AskEvicted | ListPrompts | PinPrompt | DropPrompts
+    AskEngine
+    | AskPrompt
+    | AskEvicted
+    | ListPrompts
+    | PinPrompt
+    | DropPrompts
+    | AskKeys
+    | BringBlocks
 )
 ANSWERS: Final = msgspec.msgpack.Decoder(
-    ThisEngine | Later | Explained | Evicted | Prompts | Done | Refusal
+    ThisEngine | Later | Explained | Evicted | Prompts | Done | Keys | Refusal
 )

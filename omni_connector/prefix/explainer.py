@@ -32,7 +32,16 @@ from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.packets import PACKAGE, Refusal
 from omni_connector.net.runtime import socket_path
 from omni_connector.net.unix import Listener
-from omni_connector.prefix.cache_orders import Done, DropPrompts, ListPrompts, PinPrompt, Prompts
+from omni_connector.prefix.cache_orders import (
+    AskKeys,
+    BringBlocks,
+    Done,
+    DropPrompts,
+    Keys,
+    ListPrompts,
+    PinPrompt,
+    Prompts,
+)
 from omni_connector.prefix.explain import (
     KIND,
     MAX_RUNS,
@@ -206,7 +215,7 @@ class Explainer:
         kept = self._kept
         if kept is None:
             return Refusal("this engine shares no arena (`share` is off)", package=PACKAGE)
-        done: Prompts | Done | None = None
+        done: Prompts | Done | Keys | Later | None = None
         match order:
             case ListPrompts():
                 done = kept.listed(order.first)
@@ -214,6 +223,13 @@ class Explainer:
                 done = kept.pin(order.name, order.seconds)
             case DropPrompts():
                 done = kept.drop_all() if order.name is None else kept.drop(order.name)
+            case AskKeys():
+                done = kept.keys(order)
+            case BringBlocks():
+                try:
+                    done = kept.bring(order) or Later()
+                except ProtocolError as error:  # it is no fault of the message's form
+                    return Refusal(str(error), package=PACKAGE)
         return done or Refusal("there is no such prompt here (any more)", package=PACKAGE)
 
     def _introduce(self) -> ThisEngine:

@@ -6,8 +6,10 @@ leased. A reader notices by generation and key that a block was evicted before i
 """
 
 import math
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -27,10 +29,11 @@ from omni_connector.arena.format import header_keys
 from omni_connector.arena.slot_index import Ints
 from omni_connector.arena.slot_pool import NONE, Bools, KeptShards, SlotPool
 from omni_connector.copy.prefix_jobs import HostLoadSpec, KeepSpec
+from omni_connector.errors import ProtocolError
 from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.kv.stripes import SlotGroup, slot_group_ranges
-from omni_connector.prefix.attaching import Arenas
+from omni_connector.prefix.attaching import Arenas, SlotCopy
 from omni_connector.prefix.hints import FilledBlocks
 from omni_connector.prefix.neighbours import Neighbour, Neighbours
 from omni_connector.runtime.context import EngineContext
@@ -647,6 +650,64 @@ class HostBlocks:
             with self._pool.lock:
                 dropped += self._pool.drop(slots[at : at + MAX_IN_ORDER])
         return dropped, 0
+
+    def bring(self, group: int, keys: list[bytes], ended: Callable[[int, int], object]) -> None:
+        """Copy blocks from the arenas of neighbours to the own one. Any thread may call this.
+
+        Args:
+            group, keys: of the blocks, `MOST_SLOTS` at most.
+            ended: called once, perhaps on another thread, with the number of blocks that the own
+                arena has then, and of the others that a neighbour had.
+
+        Raises:
+            ProtocolError: slots of this engine are spread over its ranks, for which this is not
+                made.
+        """
+        number, prefix = self._slot_groups[group].start, self._key_prefix
+        if any(rank[0].n_slots < self.num_slots for rank in self._own.arenas):
+            raise ProtocolError("the slots of this engine are spread over its ranks")
+        engines = self._neighbours.present()
+        tags = tags_of(prefix, number, keys)
+        found = _find_each([each.index for each in engines], tags)
+        there = np.flatnonzero(found.owners >= 0)
+        wanted = [keys[at] for at in there.tolist()]
+        with self._pool.lock:
+            if self._key_prefix != prefix:
+                raise ProtocolError("the weights of this engine have changed meanwhile")
+            given = self._pool.keep(number, wanted, len(wanted), None, tags[there])
+            generations = self._pool.generation[given.slots]
+        chosen = there[given.chosen]
+        had = len(there) - len(given.chosen) - given.dropped
+        copies = []
+        for owner in np.unique(found.owners[chosen]).tolist():
+            of = np.flatnonzero(found.owners[chosen] == owner)
+            places = chosen[of]
+            copy = SlotCopy(
+                ticket=secrets.randbits(62),
+                arenas=engines[owner].arenas,
+                slots=found.slots[0, places],
+                generations=found.generations[0, places],
+                own_slots=given.slots[of],
+                own_generations=generations[of],
+                keys=header_keys(prefix, number, [keys[at] for at in places.tolist()]),
+            )
+            copies.append(copy)
+        left, brought = len(copies), had
+
+        def one_ended(copy: SlotCopy, copied: bool) -> None:
+            nonlocal left, brought
+            with self._pool.lock:
+                (self._pool.filled if copied else self._pool.unfilled)(copy.own_slots)
+                self._pool.let_go(copy.own_slots[::-1])
+            left -= 1
+            brought += len(copy.own_slots) if copied else 0
+            if not left:
+                ended(brought, len(there) - brought)
+
+        if not copies:
+            ended(brought, len(there) - brought)
+        for copy in copies:
+            self._neighbours.copy(copy, partial(one_ended, copy))
 
     def _numbered(self, keys: Sequence[list[bytes]]) -> Iterator[tuple[int, list[bytes]]]:
         """The slot groups of each group, with the keys."""

@@ -12,18 +12,44 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from omni_connector.errors import ProtocolError
 from omni_connector.kv.shapes import GroupShape, leading_group
 from omni_connector.net.status import plain
-from omni_connector.prefix.cache_orders import MAX_LISTED, NAME_BYTES, Done, KeptPrompt, Prompts
+from omni_connector.prefix.cache_orders import (
+    MAX_LISTED,
+    NAME_BYTES,
+    AskKeys,
+    BringBlocks,
+    Done,
+    KeptPrompt,
+    Keys,
+    Prompts,
+)
 from omni_connector.prefix.host_blocks import HostBlocks
 from omni_connector.prefix.prompts import SharedPrompt
+from omni_connector.runtime.bounded import BoundedMap
 
 MOST_PROMPTS: Final = 1024
 """Most prompts that are remembered, which bounds the time of an answer."""
 
+_MOST_MOVES: Final = 4
+"""Prompts that are brought here at a time; of more, what the oldest has brought is not told."""
+
 _KEYS: Final = 4
 """Keys that are remembered of all prompts together, for each slot of the arena. Prompts that begin
 alike have the same keys."""
+
+
+_NOTHING: Final = Done(0, 0)
+
+
+@dataclass(slots=True, eq=False)
+class _Move:
+    keys: list[list[bytes]]  # by group, as far as they are named
+    done: Done | None = _NOTHING  # of the latest blocks; None while they are copied
+
+    def ended(self, blocks: int, others: int) -> None:
+        self.done = Done(blocks, others)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +80,7 @@ class KeptPrompts:
         self._lock = threading.Lock()
         self._prompts: OrderedDict[bytes, _Prompt] = OrderedDict()  # by last key, the oldest first
         self._num_keys = 0
+        self._moves: BoundedMap[int, _Move] = BoundedMap(_MOST_MOVES)
 
     def note(self, prompt: SharedPrompt) -> None:
         """A request has ended. It takes the place of the longest prompt that it begins with."""
@@ -61,13 +88,15 @@ class KeptPrompts:
         end = prompt.kept_tokens(min(request.num_computed_tokens, request.num_tokens - 1))
         hashes = [prompt.full_hashes(g, 0, end // size) for g, size in enumerate(self._block_sizes)]
         keys = [prompt.keys(prompt.names_of(g, 0, each)) for g, each in enumerate(hashes)]
+        if keys[self._group] and prompt.hints.cache != "no":
+            self._remember(keys, request.request_id)
+
+    def _remember(self, keys: list[list[bytes]], request_id: str) -> None:
         leading = keys[self._group]
-        if not leading or prompt.hints.cache == "no":
-            return
         with self._lock:
             before = next((each for each in reversed(leading) if each in self._prompts), None)
             hits = 0 if before is None else self._forget(before).hits + 1
-            self._prompts[leading[-1]] = _Prompt(keys, hits, self._clock(), request.request_id)
+            self._prompts[leading[-1]] = _Prompt(keys, hits, self._clock(), request_id)
             self._num_keys += sum(map(len, keys))
             while len(self._prompts) > 1 and (
                 len(self._prompts) > MOST_PROMPTS or self._num_keys > _KEYS * self._host.num_slots
@@ -142,6 +171,43 @@ class KeptPrompts:
             self._prompts.clear()
             self._num_keys = 0
         return Done(*self._host.drop_all())
+
+    def keys(self, asked: AskKeys) -> Keys | None:
+        """The keys of blocks of a prompt. None: there is no such prompt."""
+        prompt = self._named(asked.name)
+        if prompt is None or asked.group >= len(prompt.keys):
+            return None
+        of_group = prompt.keys[asked.group]
+        some = of_group[asked.first : asked.first + MAX_LISTED]
+        return Keys(tuple(some), len(of_group), len(prompt.keys))
+
+    def bring(self, asked: BringBlocks) -> Done | None:
+        """Copy blocks of a prompt here from the arenas of other engines. One thread calls this.
+
+        Returns:
+            None while they are copied.
+
+        Raises:
+            ProtocolError: as `HostBlocks.bring`; or other blocks of the prompt are being copied.
+        """
+        move = self._moves.get(asked.ticket)
+        if move is None:
+            move = self._moves[asked.ticket] = _Move([[] for _ in self._block_sizes])
+        if asked.keys:
+            if move.done is None or asked.group >= len(move.keys):
+                raise ProtocolError("other blocks are being copied, or there is no such group")
+            move.done = None
+            move.keys[asked.group] += asked.keys
+            try:
+                self._host.bring(asked.group, list(asked.keys), move.ended)
+            except ProtocolError:
+                del self._moves[asked.ticket]
+                raise
+        elif asked.whole and move.done is not None:
+            del self._moves[asked.ticket]
+            if move.keys[self._group]:
+                self._remember(move.keys, "")
+        return move.done
 
     def _named(self, name: str) -> _Prompt | None:
         with self._lock:

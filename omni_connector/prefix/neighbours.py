@@ -19,7 +19,7 @@ import os
 import select
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from omni_connector.net import runtime
 from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
 from omni_connector.net.status import plain
 from omni_connector.net.unix import Connection, Listener
-from omni_connector.prefix.attaching import Arenas, Ranks
+from omni_connector.prefix.attaching import Arenas, Ranks, SlotCopy
 from omni_connector.runtime.context import EngineContext
 from omni_connector.stores.shared_blocks import reader_difference
 from omni_connector.transports import Endpoint
@@ -77,6 +77,8 @@ _MAX_MESSAGES: Final = 16
 _MAX_NEIGHBOURS: Final = 256
 # Orphans that an engine keeps at most. It bounds descriptors, memory and the cost of a look-up.
 _MAX_ORPHANS: Final = 16
+# Copies between arenas that are under way at a time. Ranks remember more.
+_MOST_COPIES: Final = 8
 # Seconds in which the ranks must have an orphan; else it is given up.
 _ADOPT_S: Final = 5.0
 # Orphans go while less memory is available than this many times what populating an arena in the
@@ -204,6 +206,13 @@ class Neighbours(Protocol):
     def avoid(self, arenas: Arenas) -> None:
         """Leave out the engine with these arenas for a while, as it does not answer. If it is
         restarted, it is used at once."""
+
+    def copy(self, copy: SlotCopy, ended: Callable[[bool], object]) -> None:
+        """Have the ranks of this engine copy slots of a neighbour to their own arenas.
+
+        Args:
+            ended: called once, on another thread, with whether every rank has made it.
+        """
 
     def close(self) -> None:
         """Stop sharing. Idempotent."""
@@ -442,6 +451,7 @@ class HostNeighbours:
         self._not_before: dict[str, float] = {}
         self._why_not: dict[str, str] = {}
         self._hits: defaultdict[Neighbour, list[tuple[Ints, Ints]]] = defaultdict(list)
+        self._copies: deque[tuple[SlotCopy, Callable[[bool], object]]] = deque()
         self._closing = False
         self._next_look = context.clock()
         self._listener = Listener(QUESTIONS, self._answer)
@@ -465,6 +475,17 @@ class HostNeighbours:
         with self._lock:
             self._avoided |= {each: until for each in self._present if each.arenas == arenas}
             self._present = tuple(each for each in self._present if each not in self._avoided)
+
+    def copy(self, copy: SlotCopy, ended: Callable[[bool], object]) -> None:
+        self._copies.append((copy, ended))
+        self._thread.wake()
+
+    def _follow_copies(self) -> None:
+        """Begin copies, and ask the ranks which have ended."""
+        for copy, ended in list(self._copies)[:_MOST_COPIES]:
+            if (copied := self._local_engine.ranks.copied(copy)) is not None:
+                self._copies.remove((copy, ended))
+                ended(copied)
 
     def look(self) -> None:
         """Meet new engines, make orphans of ended ones, and send the hits. May wait for a peer."""
@@ -532,7 +553,8 @@ class HostNeighbours:
         if self._closing:
             return None
         try:
-            if self._attaches() and self._clock() < self._next_look:
+            self._follow_copies()
+            if (self._copies or self._attaches()) and self._clock() < self._next_look:
                 with self._looks:
                     self._follow()
             else:
@@ -540,7 +562,7 @@ class HostNeighbours:
                 self.look()
         except Exception:  # the next look may do better
             logger.exception("Looking for engines to share with failed; please report it")
-        if self._attaches():
+        if self._copies or self._attaches():
             return _SOON_S
         return max(_SOON_S, self._next_look - self._clock())
 

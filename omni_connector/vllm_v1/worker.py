@@ -392,6 +392,8 @@ class OmniWorker:
         if self._shares:
             loader = self._caches.loader
             answers |= attached_ahead(loader.attach_ahead, loader.keep)
+            if loader.copies is not None:
+                answers |= loader.copies.answers
         if introduces:
             answers |= introduction(self._caches.handshake.encode())
             answers |= ended_copies(self.ended)

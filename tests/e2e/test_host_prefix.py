@@ -98,6 +98,48 @@ def test_a_prefix_is_found_in_the_arena_of_another_engine(host: Host, case: Case
     assert host.count("failures") == failures
 
 
+def cache(host: Host, *words: str) -> list[dict[str, Any]]:
+    """What `omni-connector cache` prints of engines."""
+    done = subprocess.run(
+        [sys.executable, "-m", "omni_connector", "cache", *words, "--json"],
+        env={**os.environ, **engine_environment(host.pool.runtime)},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    document = json.loads(done.stdout)
+    assert done.returncode == 0, document
+    engines: list[dict[str, Any]] = document["engines"]
+    return engines
+
+
+def test_the_very_bytes_are_moved_to_the_other_arena(host: Host, cases: dict[str, Case]) -> None:
+    case, salt = cases["two-thousand-not-aligned"], new_salt()
+    host.publish(case.prompt, salt)
+    listed = {each["engine_id"]: each["prompts"] for each in cache(host, "ls")}
+    latest = {engine: prompts[0] for engine, prompts in listed.items() if prompts}
+    writer = min(latest, key=lambda engine: latest[engine]["age"])
+    prompt = latest[writer]
+    assert prompt["kept"] == len(case.prompt) // BLOCK * BLOCK
+    (reader,) = listed.keys() - {writer}
+    moved = cache(host, "move", prompt["name"], reader)
+    blocks = len(case.prompt) // BLOCK
+    assert moved == [
+        {"engine_id": reader, "blocks": blocks},
+        {"engine_id": writer, "dropped": blocks},
+    ]
+    before = host.count("tokens_kept"), host.count("tokens_from_host")
+    host.reading.probe.spoil()
+    case.check(ask(host.reading.engine, case.prompt, salt))
+    after = host.count("tokens_kept"), host.count("tokens_from_host")
+    assert (after[0] - before[0], after[1] - before[1]) == (shareable(case.prompt), 0)
+    prefilled = host.writing.probe.read_all("prefilled")
+    sent = [each for [each] in prefilled if each.prompt == case.prompt][-1]
+    (found,) = host.reading.probe.read("first")
+    kv.require_same_kv([sent], [found], shareable(case.prompt))
+
+
 def test_the_very_bytes_arrive(host: Host, cases: dict[str, Case]) -> None:
     prompt = cases["two-thousand-not-aligned"].prompt
     host.share(prompt)

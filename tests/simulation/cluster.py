@@ -9,7 +9,9 @@ import msgspec
 import numpy as np
 
 from omni_connector.arena.block_index import Tags
+from omni_connector.errors import ProtocolError
 from omni_connector.net.orders import NO_ORDERS, Role
+from omni_connector.prefix.cache_orders import AskKeys, BringBlocks
 from omni_connector.transports.base import Endpoint
 from tests import inspection
 from tests.simulation.clients import TIMEOUT_S, Clients
@@ -171,6 +173,49 @@ class Cluster(Clients):
             prompts = kept.listed(0).prompts[number:]
             done = kept.drop(prompts[0].name) if prompts else None
         self.world.tell(f"{engine} is asked to drop prompt {number}: {done}")
+
+    def move(self, engine: str, to: str, number: int) -> None:
+        """An operator has an engine copy the prompt of this number in another's list, which drops
+        it then."""
+        source, target = (self.engines.get(each) for each in (engine, to))
+        both = [each for each in (source, target) if each is not None and each.halves]
+        if len(both) < 2 or not all(inspection.shares(each.halves[0]) for each in both):
+            return
+        prompts = inspection.shared_parts(both[0].halves[0]).kept.listed(0).prompts[number:]
+        if prompts:
+            self.world.tell(f"{to} is asked to bring a prompt of {engine}")
+            self._moved(self._moving(both[0], both[1], prompts[0].name))
+
+    def _moving(
+        self, source: SimulatedEngine, target: SimulatedEngine, name: str
+    ) -> Iterator[None]:
+        """As `omni-connector cache move` does."""
+        kept, brings = (inspection.shared_parts(each.halves[0]).kept for each in (source, target))
+        ticket, blocks, others = self.world.draw.getrandbits(62), 0, 0
+        for group in range(kept.keys(AskKeys(name, 0, 0)).groups):
+            keys = kept.keys(AskKeys(name, group, 0))
+            if keys is None or not keys.keys:
+                continue
+            done = brings.bring(BringBlocks(ticket, group, keys.keys))
+            while done is None:
+                yield
+                if self.engines.get(source.name) is not source:
+                    return
+                if self.engines.get(target.name) is not target:
+                    return
+                done = brings.bring(BringBlocks(ticket))
+            blocks, others = blocks + done.blocks, others + done.others
+        brings.bring(BringBlocks(ticket, whole=True))
+        self.world.tell(f"{target.name} has {blocks} blocks, and not {others}")
+        if blocks and not others:
+            kept.drop(name)
+
+    def _moved(self, steps: Iterator[None]) -> None:
+        try:
+            next(steps)
+        except (StopIteration, ProtocolError):  # slots are spread over ranks, or weights changed
+            return
+        self.world.later(0.05, lambda: self._moved(steps))
 
     def keep(self, engines: int, seconds: float) -> None:
         """`omni-connector keep` is killed, if it runs, and started with room for so many engines,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators of a simulation order: drains, restarts after them, roles, and drops."""
+"""What operators of a simulation order: drains, restarts after them, roles, drops and moves."""
 
 import random
 from dataclasses import replace
@@ -49,8 +49,8 @@ def operated(plan: Plan, draw: random.Random) -> Plan:
 
 
 def dropped(plan: Plan, draw: random.Random) -> Plan:
-    """The same with operators that drop what arenas hold, for some of the plans whose engines share
-    and whose requests give no hints; the plan itself for the others.
+    """The same with operators that drop what arenas hold, or move it to another, for some of the
+    plans whose engines share and whose requests give no hints; the plan itself for the others.
 
     Args:
         draw: of this, and of nothing else.
@@ -59,10 +59,16 @@ def dropped(plan: Plan, draw: random.Random) -> Plan:
     if draw.random() >= _DROPS_OFTEN or hinted or not all(each.hosts for each in plan.engines):
         return plan
     events = list(plan.events)
+    names = [each.name for each in plan.engines]
     for _ in range(draw.choice((1, 3, 6))):
-        engine = draw.choice(plan.engines).name
-        number = draw.choice((None, 0, 0, 1, 2))
-        event = Event("drop", {"engine": engine, "number": number}, draw.choice((1, 10, 100)), 0)
-        events.insert(draw.randrange(1, len(events) + 1), event)
+        engine, other = draw.sample(names, 2)
+        how: dict[str, Any] = {"engine": engine, "number": draw.choice((None, 0, 0, 1, 2))}
+        event = Event("drop", how, draw.choice((1, 10, 100)), 0)
+        place = draw.randrange(1, len(events) + 1)
+        if draw.random() < 0.5:
+            how = {"engine": engine, "to": other, "number": draw.choice((0, 0, 1))}
+            event = Event("move", how, draw.choice((30, 300)), 0)
+            place = draw.randrange(len(events) // 2 + 1, len(events) + 1)
+        events.insert(place, event)
     numbered = (replace(each, number=number) for number, each in enumerate(events))
     return replace(plan, events=tuple(numbered))

@@ -192,3 +192,62 @@ def test_a_name_that_nobody_or_several_have_is_refused(sharer, cache, capsys):  
     assert main(["cache", "drop", "", "--json"]) == 2
     assert "2 prompts have names that begin with" in capsys.readouterr().err
     assert kept(alone) == 10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.values
+def test_a_prompt_moves_to_another_arena(
+    sharer,  # noqa: F811
+    engine,
+    cache,
+    listed,
+    family,
+    ranks,
+):
+    options = {"family": family, "ranks": ranks}
+    first, second = sharer(**options), sharer(**options)
+    publish(first)
+    (found,) = listed(first)
+    had = kept(first)
+    status, document = cache("move", found["name"], second.engine_id)
+    if family == "latent" and ranks > 1:  # each rank holds a part of the slots
+        assert (status, kept(first), kept(second)) == (1, had, 0)
+        assert "spread over its ranks" in document["remarks"][0]
+        return
+    assert status == 0, document
+    assert document["engines"] == [
+        {"engine_id": second.engine_id, "blocks": had},
+        {"engine_id": first.engine_id, "dropped": had},
+    ]
+    assert (kept(first), kept(second)) == (0, had)
+    assert listed(first) == []
+    assert listed(second)[0]["kept"] == found["kept"]
+    expected = engine(**options).generate(QUESTION, 6).tokens
+    third = sharer(**options)
+    assert third.generate(QUESTION, 6).tokens == expected
+    assert third.count("tokens_from_host") == 6 * BLOCK
+    assert not third.failures()
+    assert_clean(first, second, third)
+
+
+def test_wrong_bytes_are_not_moved(sharer, cache, listed):  # noqa: F811
+    first, second = sharer(), sharer()
+    publish(first)
+    first.arena().slots[:] ^= 0x10
+    status, document = cache("move", listed(first)[0]["name"], second.engine_id)
+    assert (status, document["engines"]) == (1, [])
+    assert "did not get 6 blocks" in document["remarks"][0]
+    assert (kept(first), kept(second)) == (6, 0)
+    assert_clean(first, second)
+    assert second.usage == (0, 0, 0)
+
+
+def test_a_prompt_does_not_move_where_there_is_no_room(sharer, cache, listed):  # noqa: F811
+    first, second = sharer(), sharer(extra=slots(2))
+    publish(first)
+    status, document = cache("move", listed(first)[0]["name"], second.engine_id)
+    assert (status, document["engines"]) == (1, [])
+    assert kept(first) == 6
+    assert kept(second) <= 2
+    assert_clean(first, second)

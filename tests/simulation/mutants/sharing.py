@@ -75,6 +75,15 @@ SHARING: Final = (
         ),
     ),
     mutant(
+        "moved blocks change places",
+        "a block that is moved to another arena is listed in the slot of another block",
+        (
+            "omni_connector.prefix.host_blocks",
+            "                own_slots=given.slots[of],\n",
+            "                own_slots=given.slots[of][::-1],\n",
+        ),
+    ),
+    mutant(
         "ended engines are kept for ever",
         "what `omni-connector keep` has of an engine stays long after its end",
         (

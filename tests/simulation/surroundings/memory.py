@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from omni_connector.arena.arena import Arena, ArenaView
 from omni_connector.arena.pinning import Pins
+from omni_connector.copy.arena_copies import AskCopy, Copied
 from omni_connector.errors import PeerUnreachableError, ProtocolError, TransportError
 from omni_connector.net.orders import Orders
 from omni_connector.net.rank_socket import RankAnswers
 from omni_connector.net.status import StatusFile
-from omni_connector.prefix.attaching import Arenas, AskAttached, Attached
+from omni_connector.prefix.attaching import Arenas, AskAttached, Attached, SlotCopy
 from omni_connector.stores.block_store import BlockStore
 from omni_connector.transports.base import ArenaInPlace, ArenaTransport, Endpoint, RemoteArena
 from omni_connector.transports.shm import Attach, AttachReply
@@ -150,6 +151,17 @@ class SimulatedRanks:
             handed_on = tuple(answers[rank, rank].handed_on for rank in range(len(self._reads)))
             found.append(handed_on if there else None)
         return found
+
+    def copied(self, copy: SlotCopy) -> bool | None:
+        said: list[bool | None] = []
+        for rank in range(len(self._reads)):
+            answers = self._host.ranks.get((self._owner, rank))
+            if answers is None or self._host.world.chance(0.1):  # it does not answer in time
+                return None
+            answer = answers[AskCopy](copy.of_rank(rank))
+            assert isinstance(answer, Copied)
+            said.append(answer.copied)
+        return None if None in said else all(said)
 
     def _ask(self, rank: int, question: AskAttached) -> Attached:
         answers = self._host.ranks.get((self._owner, rank))

@@ -21,7 +21,7 @@ from omni_connector.arena.block_index import BlockIndex, BlockIndexView, Tags
 from omni_connector.arena.format import EPOCH_BYTES
 from omni_connector.arena.slot_index import Ints
 from omni_connector.net.packets import Refusal
-from omni_connector.prefix.attaching import Arenas
+from omni_connector.prefix.attaching import Arenas, SlotCopy
 from omni_connector.prefix.neighbours import (
     GiveIndex,
     LocalEngine,
@@ -202,6 +202,16 @@ class SimulatedNeighbours(Home, Neighbours):
                 self.forget(other)
                 self._neighbourhood.soon(partial(self.meet, other))
 
+    def copy(self, copy: SlotCopy, ended: Callable[[bool], object]) -> None:
+        """Ask the ranks about a copy until it has ended."""
+        if self.owner not in self._neighbourhood.homes:
+            return
+        copied = self.local_engine.ranks.copied(copy)
+        if copied is not None:
+            ended(copied)
+        else:
+            self._neighbourhood.world.later(_SOON_S, partial(self.copy, copy, ended))
+
     def told(self, slots: Ints, generations: Ints) -> None:
         """Another engine says that it has read these slots."""
         if self.owner not in self._neighbourhood.homes:
@@ -288,6 +298,9 @@ class _NoRanks:
 
     def kept(self, orphans: Sequence[tuple[Arenas, float]]) -> list[Arenas | None]:
         return [None] * len(orphans)
+
+    def copied(self, copy: SlotCopy) -> bool | None:
+        return False
 
     def close(self) -> None:
         """Nothing is held."""
