@@ -40,9 +40,10 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.net.packets import PACKAGE, Refusal
 from omni_connector.net.peers import HostPort
 from omni_connector.net.status import EngineStatus
+from omni_connector.objects.exchange import Read
 from omni_connector.objects.manifest import Version
 from omni_connector.objects.object_store import StoredObject
-from omni_connector.objects.peer import Find, Found, Missing, Read
+from omni_connector.objects.peer import Find, Found, Missing
 from omni_connector.prefix.attaching import AskAttached, Attached
 from omni_connector.prefix.neighbours import AskIndex, GiveIndex, Hits
 from omni_connector.stores.shared_blocks import add_trailer
@@ -181,7 +182,7 @@ FILES: Final[dict[str, Callable[[], bytes]]] = {
     "objects.question.find": lambda: _packed(Find(DIGEST)),
     "objects.question.read": lambda: _packed(Read(EPOCH, DIGEST, 7)),
     "objects.answer.found": lambda: _packed(
-        Found(DIGEST, endpoint(), StoredObject(((0, 2),), 7, 5000, 9))
+        Found(DIGEST, endpoint(), StoredObject(3, 7, ((0, 2),), 5000))
     ),
     "objects.answer.missing": lambda: _packed(Missing(DIGEST)),
     "arena.superblock": lambda: ArenaGeometry(SLOTS, SLOT_BYTES).superblock(EPOCH),

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from omni_connector.handoff.serving import ServingState
     from omni_connector.kv.compatibility import CompatibilityKey
     from omni_connector.objects.exchange import Exchange
+    from omni_connector.objects.mooncake import MooncakeTransferEngineConnector
     from omni_connector.objects.object_store import ObjectStore
-    from omni_connector.objects.peer import Peer
+    from omni_connector.objects.shm import SharedMemoryConnector
     from omni_connector.prefix.store_jobs import StoreJobs
     from omni_connector.stores.block_store import BlockStore
     from omni_connector.transports.base import ArenaTransport
@@ -851,7 +852,9 @@ def own_objects(connector: "Exchange[Any]") -> "ObjectStore":
     return connector._own.objects
 
 
-def senders_asked(connector: "Exchange[Any]") -> "list[Peer]":
+def senders_asked(
+    connector: "SharedMemoryConnector | MooncakeTransferEngineConnector",
+) -> list[Any]:
     """Return the senders that a connector has a link or an arena of."""
     return list(connector._peers.values())
 

@@ -17,6 +17,8 @@ import errno
 import fcntl
 import mmap
 import os
+import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
@@ -35,6 +37,7 @@ from omni_connector.arena.format import (
     PublishedSlots,
     SlotHeader,
     SlotState,
+    state_of,
     states_of,
 )
 from omni_connector.arena.memory_nodes import ARENA_NAME, MemoryNodes
@@ -62,6 +65,7 @@ MFD_NOEXEC_SEAL: Final = 0x0008
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
 _WORDS: Final = HEADER_BYTES // 8
+_KEY_WORDS: Final = struct.Struct(f"={MAX_KEY_BYTES // 8}Q")
 
 _MANY: Final = 8
 """Slots from which on it takes less time to look at all headers at once."""
@@ -126,6 +130,21 @@ class _Mapping:
         if words[first : first + 2].tobytes() != raw[:16]:
             raise SlotPendingError(f"slot {slot} changed while its header was read")
         return SlotHeader.decode(raw, slot, self.slot_bytes)
+
+    def slots_keyed(self, start: bytes) -> list[int]:
+        """The slots whose keys begin with these 8 bytes; nothing else of their headers is looked
+        at.
+
+        Raises:
+            TransportError: the arena is closed.
+        """
+        table = self._table
+        if table is None:
+            raise TransportError("the arena is closed")
+        found: list[int] = np.flatnonzero(
+            table[:, 2] == int.from_bytes(start, sys.byteorder)
+        ).tolist()
+        return found
 
     def verify(self, slot: int, generation: int) -> SlotHeader:
         """The header of one slot, published with exactly this generation.
@@ -287,8 +306,12 @@ class Arena(_Mapping):
             start = self._slots_at + slot * self.slot_bytes
             self._prefaulter.touch(start, start + self.slot_bytes)
 
-    def prefault(self, slot: int, nbytes: int) -> None:
-        """Allocate memory for the first bytes of a slot now, before their first touch.
+    def prefault(self, start: int, nbytes: int) -> None:
+        """Allocate memory for whole pages of the slots now, before their first touch.
+
+        Args:
+            start: the first byte, from the start of the first slot.
+            nbytes: how many.
 
         Raises:
             TransportError: there is no memory, or the arena is closed.
@@ -297,11 +320,10 @@ class Arena(_Mapping):
         if mapped is None:
             raise TransportError("the arena is closed")
         pages: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
-        start = self._slots_at + slot * self.slot_bytes
         try:
-            prefault(self._fd, pages, start, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+            prefault(self._fd, pages, self._slots_at + start, nbytes)
         except OSError as error:
-            raise TransportError(f"no memory for {nbytes} bytes of slot {slot}: {error}") from error
+            raise TransportError(f"no memory for {nbytes} bytes of an arena: {error}") from error
 
     def begin_write(self, slot: int, generation: int) -> None:
         """Give the slot a new generation; from now on no reader accepts its bytes.
@@ -314,7 +336,13 @@ class Arena(_Mapping):
         """
         if not 0 <= generation < 1 << 64:
             raise ValueError(f"generation {generation} is not a u64")
-        self.begin_writes(np.array([slot]), np.array([generation], np.uint64))
+        words, first = self._locate(slot)
+        if words[first] == generation and state_of(words[first + 1]) == SlotState.PUBLISHED:
+            raise ValueError(f"slot {slot} is already published with generation {generation}")
+        self.touch(slot)
+        words[first + 1] = SlotState.WRITING
+        words[first] = generation
+        _barrier()
 
     def publish(self, slot: int, generation: int, key: bytes, length: int, checksum: int) -> None:
         """Let readers read the slot, whose bytes are complete.
@@ -334,8 +362,21 @@ class Arena(_Mapping):
         """
         if not 0 <= checksum < 1 << 64:
             raise ValueError(f"checksum {checksum} is not a u64")
-        words = np.array([generation, checksum], np.uint64)
-        self.publish_all(np.array([slot]), words[:1], [key], length, words[1:])
+        if len(key) > MAX_KEY_BYTES:
+            raise ValueError(f"a key has at most {MAX_KEY_BYTES} bytes, not {len(key)}")
+        if not 0 <= length <= self.slot_bytes:
+            raise ValueError(f"{length} bytes of content in a slot of {self.slot_bytes}")
+        words, first = self._locate(slot)
+        if words[first] != generation or state_of(words[first + 1]) != SlotState.WRITING:
+            raise StaleSlotError(
+                f"slot {slot} is not being written with generation {generation} (any more)"
+            )
+        for at, word in enumerate(_KEY_WORDS.unpack(key.ljust(MAX_KEY_BYTES, b"\0")), first + 2):
+            words[at] = word
+        words[first + 6] = length
+        words[first + 7] = checksum
+        _barrier()
+        words[first + 1] = len(key) << KEY_LENGTH_SHIFT | SlotState.PUBLISHED
 
     def begin_writes(self, slots: NDArray[np.int64], generations: NDArray[Any]) -> None:
         """`begin_write` of several slots `(n,)`, with their generations `(n,)`.

@@ -49,7 +49,7 @@ _FOLDER: Final = "omni-connector"
 LOOPBACK_KEY: Final = ".loopback.key"  # no namespace begins with a dot
 SUN_PATH_BYTES: Final = 108  # Linux' limit for a path, with a zero at its end
 _PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
-_ADDRESS: Final = re.compile(r"[a-z]-[0-9a-f]{24}\.sock")
+_ADDRESS: Final = re.compile(r"[a-z][0-9]{0,3}-[0-9a-f]{24}\.sock")
 _POLL_S: Final = 0.005  # between two tries to get the lock
 
 # Drawn anew at each boot. Containers of one kernel share it, and reach each other's sockets,

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from omni_connector.errors import OmniError
+from omni_connector.errors import OmniError, PeerRefusedError
 from omni_connector.objects import codec
 from omni_connector.objects.waits import FIRST_PAUSE_S, LAST_PAUSE_S, Waits, on_a_thread
 from omni_connector.runtime.backoff import Backoff
@@ -109,10 +109,13 @@ class OmniConnector(Service):
             host's memory.
         is_store: whether objects outlive the process that put them.
         object_timeout: seconds that one `get` waits for its peers, at most.
+        consumes: whether an object that was got here is gone for everybody, as vLLM-Omni's stages
+            expect. Set it before the first `get`.
     """
 
     supports_raw_data: bool = False
     is_store: bool = False
+    consumes: bool = False
     object_timeout: float = 5.0
 
     @abstractmethod
@@ -314,5 +317,7 @@ class OmniConnector(Service):
             content = self.load_object(key, metadata, timeout=min(timeout, self.object_timeout))
             return None if content is None else codec.decode(content)
         except (OmniError, OSError) as error:
-            logger.warning("get of %s failed: %s", key, error)
+            # Of a peer that refuses, the connector has warned once.
+            level = logging.DEBUG if isinstance(error, PeerRefusedError) else logging.WARNING
+            logger.log(level, "get of %s failed: %s", key, error)
             return None

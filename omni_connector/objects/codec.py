@@ -155,20 +155,19 @@ def checksum_of(length: int, checksums: NDArray[np.uint64]) -> int:
     return xxhash.xxh3_64_intdigest(length.to_bytes(8, "little") + checksums.tobytes())
 
 
-def cut(parts: Sequence[memoryview], size: int) -> Iterator[list[NDArray[np.uint8]]]:
-    """For each slot of this size, the segments of the parts that fill it; at least one slot."""
-    segments: list[NDArray[np.uint8]] = []
-    room = size
-    for part in parts:
-        left: NDArray[np.uint8] = np.frombuffer(part, np.uint8)
-        while left.size:
-            if not room:
-                yield segments
-                segments, room = [], size
-            segments.append(left[:room])
-            left = left[room:]
-            room -= segments[-1].size
-    yield segments
+def cut(parts: Sequence[memoryview], sizes: Iterable[int]) -> Iterator[list[NDArray[np.uint8]]]:
+    """For each of these sizes, the segments of the parts that have so many bytes, in order."""
+    left = iter(parts)
+    rest: NDArray[np.uint8] = np.empty(0, np.uint8)
+    for size in sizes:
+        segments: list[NDArray[np.uint8]] = []
+        while size:
+            if not rest.size:
+                rest = np.frombuffer(next(left), np.uint8)
+            segments.append(rest[:size])
+            rest = rest[size:]
+            size -= segments[-1].size
+        yield [each for each in segments if each.size]
 
 
 def size_of(parts: list[memoryview]) -> int:

@@ -8,7 +8,7 @@ settings, and asks there where an object is.
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -17,7 +17,13 @@ import zmq
 
 from omni_connector.arena.arena import Arena
 from omni_connector.config import MooncakeSettings
-from omni_connector.errors import ConfigError, PeerUnreachableError, ProtocolError, TransportError
+from omni_connector.errors import (
+    ConfigError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    ProtocolError,
+    TransportError,
+)
 from omni_connector.net.keys import ClusterKey, load_key
 from omni_connector.net.links import ZmqPoller
 from omni_connector.net.listener import TcpListener
@@ -27,10 +33,18 @@ from omni_connector.net.resolver import Resolver
 from omni_connector.net.runtime import loopback_key
 from omni_connector.net.warnings import Warnings
 from omni_connector.net.zeromq import Link, make_context
-from omni_connector.objects.exchange import Exchange
+from omni_connector.objects.exchange import PROTOCOL, Exchange, Held, Read
 from omni_connector.objects.factory import ENGINE_PORT
 from omni_connector.objects.object_store import DEFAULT_TTL_S, object_geometry
-from omni_connector.objects.peer import ENCODER, QUESTIONS, Answer, Find, Found, Missing, Read
+from omni_connector.objects.peer import (
+    ENCODER,
+    QUESTIONS,
+    Answer,
+    Find,
+    Found,
+    Missing,
+    Peer,
+)
 from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.runtime.turns import TurnThread
 from omni_connector.transports.base import Endpoint
@@ -44,6 +58,10 @@ _PASS_S: Final = 0.1
 
 # Most messages that are answered in one pass.
 _AT_ONCE: Final = 64
+
+# Most peers that are remembered, as metadata may name any number. Above this, peers that are not
+# being asked are forgotten.
+_MAX_PEERS: Final = 256
 
 # Most hosts named by requests that are remembered; more than a pipeline has.
 _MAX_NAMED: Final = 1024
@@ -125,6 +143,7 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         self._context = make_context()
         self._resolver = Resolver()
         self._server: ObjectServer | None = None
+        self._peers: dict[HostPort, Peer] = {}
         super().__init__(
             MooncakeTransport(
                 settings=MooncakeSettings(
@@ -135,7 +154,6 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
             ),
             geometry=object_geometry(memory_pool_size and memory_pool_size / (1 << 30)),
             object_timeout=object_timeout,
-            peer_timeout=object_timeout,
             ttl_s=buffer_ttl_seconds,
             clock=clock,
             stamp=time.time_ns,
@@ -200,6 +218,8 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         if self._server is not None:
             self._server.close()
         super().close()
+        for peer in self._forget(lambda peer: True):
+            peer.close()
         self._resolver.close()
         self._context.destroy(0)
 
@@ -223,15 +243,87 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
         self._server = server
         return endpoint, server.address
 
-    def _known(self) -> Sequence[HostPort]:
-        return [self._senders[None]] if None in self._senders else []
+    def _begin(self) -> None:
+        super()._begin()
+        self._peers = {}
+        # Senders that the log has warned of, the latest one last.
+        self._warned: BoundedMap[HostPort, None] = BoundedMap(_MAX_PEERS)
 
-    @classmethod
-    def _hint(cls, metadata: Mapping[str, Any]) -> HostPort | None:
-        hint = msgspec.convert(metadata, _Hint)
-        if hint.source_host is None or hint.source_port is None:
+    def _abandon(self) -> None:
+        for peer in self._peers.values():
+            peer.abandon()
+        super()._abandon()
+
+    def _search(
+        self, digest: bytes, metadata: Mapping[str, Any] | None, deadline: float
+    ) -> Held | None:
+        address = read_hint(metadata) or self._senders.get(None)
+        own = self._own
+        if address is None or (own is not None and own.address == address):
             return None
-        return HostPort(str(parse_host(hint.source_host)), hint.source_port)
+        peer = self._peer(address)
+        try:
+            return peer.find(digest, deadline)
+        except PeerUnreachableError as error:
+            # Where the object is here, too, it is found all the same.
+            logger.debug("asked %s for an object: %s", address, error)
+            return None
+        except (PeerRefusedError, ProtocolError) as error:
+            self._warn_of(address, error)
+            raise
+        finally:
+            with self._lock:
+                peer.users -= 1
+                peer.used_at = time.monotonic()
+
+    def _peer(self, address: HostPort) -> Peer:
+        """A peer, which has one user more."""
+        forgotten: list[Peer] = []
+        with self._lock:
+            self._check_open()
+            peer = self._peers.get(address)
+            if peer is None:
+                way = self._way(address)
+                peer = self._peers[address] = Peer(address, connect=way, transport=self._transport)
+            peer.users += 1
+            many = len(self._peers) > _MAX_PEERS
+        if many:
+            forgotten = self._forget(lambda each: True)
+        self._watch.start()
+        for each in forgotten:
+            each.close()
+        return peer
+
+    def _forget(self, useless: Callable[[Peer], bool]) -> list[Peer]:
+        """Peers without users that are no longer known; the caller closes them."""
+        with self._lock:
+            gone = [a for a, peer in self._peers.items() if not peer.users and useless(peer)]
+            return [self._peers.pop(address) for address in gone]
+
+    def _let_go(self) -> bool:
+        now = time.monotonic()
+        for peer in self._forget(lambda peer: peer.useless(now)):
+            peer.close()
+        return bool(self._peers)
+
+    def _warn_of(self, address: HostPort, error: Exception) -> None:
+        with self._lock:
+            if address in self._warned:
+                return
+            self._warned[address] = None
+        logger.warning(
+            "No object is found at %s: %s. Senders and receivers must run the same minor version "
+            "of omni-connector (protocol %d of objects here)",
+            *(address, error, PROTOCOL),
+        )
+
+    def _answer(self, question: Find) -> Found | Missing:
+        # Called on the server's thread.
+        own = self._own
+        stored = None if own is None else own.objects.find(question.digest)
+        if own is None or stored is None:
+            return Missing(question.digest)
+        return Found(question.digest, own.endpoint, stored)
 
     def _metadata(self, address: HostPort) -> dict[str, Any]:
         return {"source_host": address.host, "source_port": address.port}
@@ -247,9 +339,6 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
     def _catch_up(self) -> None:
         if self._server is not None:
             self._server.catch_up()
-
-    def _tidy(self) -> None:
-        """A dead sender leaves nothing behind: its port goes with its process."""
 
     def _check_open(self) -> None:
         super()._check_open()
@@ -293,7 +382,7 @@ class _TcpLine:
 
     def ask(
         self, question: Find, answers: msgspec.msgpack.Decoder[Answer], deadline: float
-    ) -> tuple[Answer, None]:
+    ) -> Answer:
         link = self._link
         if not self.tell(question):
             raise PeerUnreachableError(f"{self._address} takes no question")
@@ -306,7 +395,7 @@ class _TcpLine:
                 answer = _decode(link.socket.recv_multipart(zmq.NOBLOCK), answers)
                 # The answer may still be that to a question that was given up.
                 if isinstance(answer, Refusal) or answer.digest == question.digest:
-                    return answer, None
+                    return answer
             elif link.monitor in ready and (why := link.why_lost()) is not None:
                 raise PeerUnreachableError(f"{self._address} {why}")
         raise PeerUnreachableError(f"no answer from {self._address} before the deadline")
@@ -446,6 +535,23 @@ def _decode(frames: list[bytes], decoder: msgspec.msgpack.Decoder[_Message]) -> 
         return decoder.decode(frames[0])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"a message about an object is malformed: {error}") from error
+
+
+def read_hint(metadata: object) -> HostPort | None:
+    """The sender that an object's metadata names; None if it names none.
+
+    Raises:
+        ProtocolError: the metadata, which is not trusted, is malformed.
+    """
+    if not isinstance(metadata, Mapping):
+        return None
+    try:
+        hint = msgspec.convert(dict(metadata), _Hint)
+        if hint.source_host is None or hint.source_port is None:
+            return None
+        return HostPort(str(parse_host(hint.source_host)), hint.source_port)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise ProtocolError(f"the metadata of an object is malformed: {error}") from error
 
 
 def _own_address(sender_host: str | None) -> str:

@@ -200,7 +200,7 @@ class MooncakeStoreConnector(OmniConnector):
                 return None
             version, content = found
             if content is not None:
-                return content.data
+                return self._got(version, content, deadline)
             if version == failed:
                 break
             problem = None
@@ -209,7 +209,7 @@ class MooncakeStoreConnector(OmniConnector):
             except IntegrityError as error:
                 problem, loaded = error, None
             if loaded is not None:
-                return loaded.data
+                return self._got(version, loaded, deadline)
             failed = version
         if problem is not None:
             raise problem
@@ -223,18 +223,7 @@ class MooncakeStoreConnector(OmniConnector):
             )
             for digest, _ in dropped:
                 del self._stored[digest]
-        deadline = time.monotonic() + self.object_timeout
-        names: list[str] = []
-        try:
-            for digest, version in dropped:
-                names += version.fragment_names(self._prefix)
-                # Another sender may have put a newer version, which stays.
-                found = self._load_manifest(digest, deadline)
-                if found is not None and found[0] == version:
-                    names.append(manifest_name(self._prefix, version.digest))
-        except OmniError as error:
-            logger.warning("Objects of %r are left to Mooncake's eviction: %s", request_id, error)
-        self._remove(names, deadline)
+        self._drop([version for _, version in dropped], time.monotonic() + self.object_timeout)
         return len(dropped)
 
     def close(self) -> None:
@@ -258,6 +247,24 @@ class MooncakeStoreConnector(OmniConnector):
             found["status"] = f"unhealthy: {error}"
         return found
 
+    def _got(self, version: Version, content: NDArray[np.uint8], deadline: float) -> memoryview:
+        if self.consumes:
+            self._drop([version], deadline)
+        return content.data
+
+    def _drop(self, versions: Sequence[Version], deadline: float) -> None:
+        """Remove versions of objects; newer ones, of whatever sender, stay."""
+        names: list[str] = []
+        try:
+            for version in versions:
+                names += version.fragment_names(self._prefix)
+                found = self._load_manifest(version.digest, deadline)
+                if found is not None and found[0] == version:
+                    names.append(manifest_name(self._prefix, version.digest))
+        except OmniError as error:
+            logger.warning("Objects are left to Mooncake's eviction: %s", error)
+        self._remove(names, deadline)
+
     def _store_fragments(
         self, version: Version, parts: Sequence[memoryview], deadline: float
     ) -> int:
@@ -267,7 +274,7 @@ class MooncakeStoreConnector(OmniConnector):
         before: tuple[str, Future[list[int]]] | None = None
         subject = f"object {version.digest[:8].hex()}"
         copied = progress_of(logger, "storing", subject, version.length)
-        cuts = codec.cut(parts, version.fragment_bytes)
+        cuts = codec.cut(parts, sizes)
         for index, (name, size, segments) in enumerate(zip(names, sizes, cuts, strict=True)):
             memory = self._staging.take(FRAGMENT_BYTES)
             checksums[index] = _fill(memory[:size], segments)

@@ -1,52 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole objects in the slots of an arena: which slots each has, and when it may be evicted.
+"""Whole objects in an arena: where each lies, how readers find it, and when it may be evicted.
 
-An object has one header, that of its first slot. The owner changes this header before any slot of
-the object is written again. So a reader that finds the first slot published with the object's
-generation, both before and after its copy, has copied the whole object. The header's checksum
-covers the checksums of all slots, which several threads compute.
+An object takes whole pages of the arena's content, in as few runs as there is room for, and the
+header of one slot, any one. The header's key is the half of a digest of the object's key, and
+where the object lies:
+
+    digest 16 bytes | first page u32 | number of runs u32 | length u64
+
+An object in several runs begins with a table of them (`RUN`). The header's generation is the time
+at which the object was put, so the newest of several objects has the greatest. The checksum covers
+the checksums of all pieces of the object, which several threads compute.
+
+The owner changes the header before any page of the object is written again. So a reader that finds
+the header published with the object's generation, both before and after its copy, has copied the
+whole object.
 
 An object that was read may be evicted when another needs its room. One that was not read is kept
 until its time to live is over.
 """
 
+import copy
 import functools
 import itertools
 import logging
 import math
+import struct
 import threading
 import time
+from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.arena.arena import Arena
+from omni_connector.arena.arena import Arena, ArenaView
 from omni_connector.arena.available import memory_limit_bytes, spared_bytes
+from omni_connector.arena.format import PAGE_BYTES, SlotHeader, SlotState
 from omni_connector.arena.memory_claims import unclaimed_bytes
-from omni_connector.errors import ArenaFullError, ConfigError, ProtocolError, TransportError
+from omni_connector.errors import (
+    ArenaFullError,
+    ChecksumError,
+    ConfigError,
+    IntegrityError,
+    ProtocolError,
+    SlotPendingError,
+    StaleSlotError,
+    TransportError,
+)
 from omni_connector.objects import codec
 from omni_connector.objects.base import ObjectKey, check_times, objects_of
 from omni_connector.objects.progress import progress_of
 from omni_connector.runtime.shared_work import share_out
+from omni_connector.transports.base import RemoteArena
 
 logger = logging.getLogger(__name__)
 
-# One message, of bounded size, describes an object even if none of its slots are consecutive.
-MAX_OBJECT_SLOTS: Final = 4096
-
-# Bytes of a slot, unless the arena is so large that slots have to be larger.
-_SLOT_BYTES: Final = 1 << 20
+MAX_OBJECTS: Final = 4096
+"""Most objects of an arena, and so most runs of one. A look-up reads a word of each header."""
 
 # Largest arena whose size nobody has chosen, in bytes.
 _MAX_DEFAULT_BYTES: Final = 4 << 30
 
+# Most bytes of a piece: what one thread copies and hashes at a time.
+_PIECE_BYTES: Final = 1 << 20
+
 # Seconds for which an object that nobody reads is kept: as long as vLLM-Omni waits by default.
 DEFAULT_TTL_S: Final = 300.0
+
+_KEY: Final = struct.Struct("<16sIIQ")
+_DIGEST_BYTES: Final = 16
+RUN: Final = np.dtype([("start", "<u4"), ("count", "<u4")])
+"""First page and number of pages of a run, in the table of an object's runs."""
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -66,63 +94,229 @@ def object_geometry(gib: float | None) -> tuple[int, int]:
         total = int(gib * (1 << 30))
     else:
         raise ConfigError(f"object_gib must be a positive number, not {gib!r}")
-    slot_bytes = _SLOT_BYTES
-    while total > slot_bytes * MAX_OBJECT_SLOTS:
-        slot_bytes *= 2
-    return max(1, total // slot_bytes), slot_bytes
+    pages = max(1, total // PAGE_BYTES)
+    pages_a_slot = -(-pages // MAX_OBJECTS)
+    return pages // pages_a_slot, pages_a_slot * PAGE_BYTES
 
 
 def fitting(n_slots: int, slot_bytes: int) -> tuple[int, int]:
-    """A geometry with no more slots than there is memory for now: beyond that the kernel kills the
+    """A geometry with no more bytes than there is memory for now: beyond that the kernel kills the
     process while it fills the arena."""
     left = unclaimed_bytes()
-    room = max(1, (left - spared_bytes()) // slot_bytes)
-    if room < n_slots:
-        logger.warning(
-            "The arena for objects gets %.2f GiB instead of %.2f: the machine and its cgroups have "
-            "%.2f left. Lower object_gib, or raise the memory limit",
-            *(each / (1 << 30) for each in (room * slot_bytes, n_slots * slot_bytes, left)),
-        )
-    return min(n_slots, room), slot_bytes
+    wanted = n_slots * slot_bytes
+    room = max(n_slots * PAGE_BYTES, left - spared_bytes())
+    if room >= wanted:
+        return n_slots, slot_bytes
+    slot_bytes = room // n_slots // PAGE_BYTES * PAGE_BYTES
+    logger.warning(
+        "The arena for objects gets %.2f GiB instead of %.2f: the machine and its cgroups have "
+        "%.2f left. Lower object_gib, or raise the memory limit",
+        *(each / (1 << 30) for each in (n_slots * slot_bytes, wanted, left)),
+    )
+    return n_slots, slot_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class StoredObject:
+class StoredObject(msgspec.Struct, frozen=True):
     """Where an object is.
 
     Attributes:
-        runs: (first slot, number of slots) in the order of the bytes.
-        generation: that of its first slot.
-        length: bytes.
-        stamp: the host's monotonic clock in ns when it was stored; the greater is the newer.
+        slot: the slot that has its header.
+        generation: of that; the time in ns, on a clock that all senders share, at which the object
+            was put. The greater is the newer.
+        runs: (first page, number of pages) in the order of the bytes.
+        length: bytes, without the table of runs.
     """
 
-    runs: Runs
+    slot: int
     generation: int
+    runs: Runs
     length: int
-    stamp: int
 
-    def slots_in(self, n_slots: int, slot_bytes: int) -> list[int]:
-        """The slots of the object, in the order of its bytes, in an arena of this geometry.
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the table of runs before the object."""
+        return _table_bytes(len(self.runs))
+
+    @property
+    def pages(self) -> int:
+        """Pages that it takes."""
+        return sum(count for _, count in self.runs)
+
+    def pieces(self, content_bytes: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of the parts that are copied and hashed at a time, in order.
+
+        Args:
+            content_bytes: bytes of the arena's content.
 
         Raises:
-            ProtocolError: there is no such object in an arena of this geometry.
+            ProtocolError: there is no such object in an arena of this size.
         """
-        count = count_of(self.runs)
-        capacity = count * slot_bytes
-        impossible = self.length < 0 or any(
-            start < 0 or count < 1 or start + count > n_slots for start, count in self.runs
-        )
-        # No slot counts twice. A copy is no larger than the arena, nor, as the arena may be only
+        total = self.length + self.table_bytes
+        # No page counts twice. A copy is no larger than the arena, nor, as the arena may be only
         # announced, than this host's memory.
-        impossible = impossible or count > min(n_slots, MAX_OBJECT_SLOTS)
-        impossible = impossible or self.length > host_bytes()
-        if impossible or not capacity - slot_bytes < max(self.length, 1) <= capacity:
-            raise ProtocolError(
-                f"{self.length} bytes in slots {self.runs[:8]} do not describe an object in "
-                f"{n_slots} slots of {slot_bytes} bytes"
+        impossible = (
+            not 0 <= self.length <= host_bytes()
+            or not 1 <= len(self.runs) <= MAX_OBJECTS
+            or any(
+                start < 0 or count < 1 or (start + count) * PAGE_BYTES > content_bytes
+                for start, count in self.runs
             )
-        return ids_of(self.runs)
+            or self.pages * PAGE_BYTES > content_bytes
+            or self.pages != _pages_of(total)
+        )
+        if impossible:
+            raise ProtocolError(
+                f"{self.length} bytes in runs {self.runs[:8]} do not describe an object in "
+                f"{content_bytes} bytes"
+            )
+        return list(_cut(self.runs, total))
+
+
+def find_object(arena: Arena | ArenaView, digest: bytes) -> StoredObject | None:
+    """The newest object of this digest in an arena that is mapped; not trusted.
+
+    Raises:
+        IntegrityError: the arena has a header that no owner writes.
+        TransportError: the arena is closed.
+    """
+    found = [_described(arena, slot, digest) for slot in arena.slots_keyed(digest[:8])]
+    there = [each for each in found if each is not None]
+    return max(there, key=lambda each: each.generation) if there else None
+
+
+def _described(arena: Arena | ArenaView, slot: int, digest: bytes) -> StoredObject | None:
+    try:
+        header = arena.header(slot)
+    except SlotPendingError:
+        return None  # it is just being published, or retired
+    if header.state is not SlotState.PUBLISHED or not names(header, digest):
+        return None
+    _, first, runs, length = _KEY.unpack(header.key)
+    if runs == 1:
+        place: Runs = ((first, _pages_of(length)),)
+    else:
+        content = arena.slots.reshape(-1)
+        at = first * PAGE_BYTES
+        if not 1 < runs <= MAX_OBJECTS or at + runs * RUN.itemsize > content.size:
+            raise IntegrityError(f"slot {slot} describes an object in {runs} runs from {first}")
+        place = tuple(content[at : at + runs * RUN.itemsize].view(RUN).tolist())
+    return StoredObject(slot, header.generation, place, length)
+
+
+def read_object(
+    arena: Arena | ArenaView | RemoteArena,
+    content_bytes: int,
+    digest: bytes,
+    stored: StoredObject,
+    take: Callable[[list[tuple[int, int]], int], NDArray[np.uint8]],
+) -> memoryview:
+    """Copy an object out of an arena, and verify the copy.
+
+    Args:
+        arena: of the object.
+        content_bytes: bytes of the arena's content, as its owner has named them.
+        digest: of the object's key.
+        stored: where the object is; not trusted.
+        take: memory for the copy, given the pieces and the sum of their bytes; where the arena is
+            not mapped, with the bytes in it.
+
+    Raises:
+        StaleSlotError: the object was replaced or dropped meanwhile.
+        ChecksumError: the bytes differ from what was stored.
+        ProtocolError: there is no such object in an arena of this size.
+        TransportError: the arena is closed or cannot be read, or there is no memory for the copy.
+    """
+    pieces = stored.pieces(content_bytes)
+    content = take(pieces, stored.length + stored.table_bytes)
+    source = None if isinstance(arena, RemoteArena) else arena.slots.reshape(-1)
+    checksums = np.empty(len(pieces), np.uint64)
+    copied = progress_of(logger, "reading object", digest[:8].hex(), stored.length)
+    ends = list(itertools.accumulate(size for _, size in pieces))
+
+    def take_up(job: tuple[int, tuple[int, int]]) -> None:
+        index, (at, size) = job
+        segment = content[ends[index] - size : ends[index]]
+        if source is not None:
+            segment[:] = source[at : at + size]
+        checksums[index] = xxhash.xxh3_64_intdigest(segment.data)
+        copied(size)
+
+    share_out(take_up, enumerate(pieces), stored.length)
+    header = arena.verify(stored.slot, stored.generation)
+    if not names(header, digest):
+        raise StaleSlotError(f"slot {stored.slot} has another object")
+    if header.checksum != codec.checksum_of(stored.length, checksums):
+        raise ChecksumError(f"generation {header.generation} of an object: wrong checksum")
+    # Of the memoryview, which keeps `content`: its memory is used again when that is collected.
+    return content.data[stored.table_bytes :]
+
+
+def names(header: SlotHeader, digest: bytes) -> bool:
+    """Whether the header of a slot is that of an object of this digest."""
+    return len(header.key) == _KEY.size and header.key[:_DIGEST_BYTES] == digest[:_DIGEST_BYTES]
+
+
+class FreePages:
+    """The pages of an arena that hold nothing, as runs.
+
+    Args:
+        count: pages of the arena.
+
+    Attributes:
+        free: how many there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        self._starts = [0]
+        self._counts = {0: count}
+
+    def take(self, needed: int) -> Runs | None:
+        """Pages that are free no more: the smallest run that suffices; where none does, several
+        runs, the largest first. They have room for their table, too. None if there is no room.
+
+        Args:
+            needed: pages of an object in one run.
+        """
+        enough = [(count, start) for start, count in self._counts.items() if count >= needed]
+        if enough:
+            _, start = min(enough)
+            return (self._shorten(start, needed),)
+        runs: list[tuple[int, int]] = []
+        left = needed
+        for start, count in sorted(self._counts.items(), key=lambda run: -run[1]):
+            runs.append((start, count))
+            left = needed + _pages_of(_table_bytes(len(runs))) - sum(each[1] for each in runs)
+            if left <= 0:
+                break
+        else:
+            return None
+        taken = [self._shorten(start, count) for start, count in runs[:-1]]
+        taken.append(self._shorten(runs[-1][0], runs[-1][1] + left))
+        return tuple(taken)
+
+    def give(self, runs: Runs) -> None:
+        """Pages are free again."""
+        for start, count in runs:
+            self.free += count
+            at = bisect_left(self._starts, start)
+            following = start + count
+            if at < len(self._starts) and self._starts[at] == following:
+                count += self._counts.pop(self._starts.pop(at))
+            if at and self._starts[at - 1] + self._counts[self._starts[at - 1]] == start:
+                self._counts[self._starts[at - 1]] += count
+            else:
+                insort(self._starts, start)
+                self._counts[start] = count
+
+    def _shorten(self, start: int, needed: int) -> tuple[int, int]:
+        count = self._counts.pop(start)
+        del self._starts[bisect_left(self._starts, start)]
+        if count > needed:
+            insort(self._starts, start + needed)
+            self._counts[start + needed] = count - needed
+        self.free -= needed
+        return start, needed
 
 
 class ObjectStore:
@@ -138,7 +332,7 @@ class ObjectStore:
         clock: seconds, monotonic, for `ttl_s`.
 
     Raises:
-        ValueError: the arena has more than `MAX_OBJECT_SLOTS` slots, or `ttl_s` is no number.
+        ValueError: `ttl_s` is no number.
     """
 
     def __init__(
@@ -151,8 +345,6 @@ class ObjectStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_times(ttl_s)
-        if arena.n_slots > MAX_OBJECT_SLOTS:
-            raise ValueError(f"at most {MAX_OBJECT_SLOTS} slots of objects, not {arena.n_slots}")
         self.arena: Final = arena
         self._clock_ns = clock_ns
         self._catch_up = catch_up
@@ -163,28 +355,30 @@ class ObjectStore:
         # Objects that nobody has read, and when each may be evicted; the earliest first.
         self._unread: OrderedDict[bytes, float] = OrderedDict()
         # All other objects in the order of eviction, and whether each was read; below, the number
-        # of their slots.
+        # of their pages.
         self._evictable: OrderedDict[bytes, bool] = OrderedDict()
-        self._evictable_slots = 0
-        self._free = np.ones(arena.n_slots, np.bool_)
-        # How many bytes of each slot have memory, which comes with the first use and stays.
-        self._prefaulted = np.zeros(arena.n_slots, np.int64)
-        self._generations = itertools.count(1)
+        self._evictable_pages = 0
+        self._content: NDArray[np.uint8] = arena.slots.reshape(-1)
+        self._pages = FreePages(self._content.size // PAGE_BYTES)
+        self._slots = list(range(arena.n_slots))
+        # Which pages have memory, which comes with the first use and stays.
+        self._allocated = np.zeros(self._pages.free, np.bool_)
+        self._last_generation = 0
 
     def __len__(self) -> int:
         return len(self._objects)
 
     @property
-    def free_slots(self) -> int:
-        """How many slots hold nothing."""
-        return int(np.count_nonzero(self._free))
+    def free_bytes(self) -> int:
+        """Bytes that hold nothing."""
+        return self._pages.free * PAGE_BYTES
 
     @property
-    def evictable_slots(self) -> int:
-        """How many slots hold objects that may be evicted: read, or past their time to live."""
+    def evictable_bytes(self) -> int:
+        """Bytes that hold objects that may be evicted: read, or past their time to live."""
         with self._lock:
             self._expire()
-            return self._evictable_slots
+            return self._evictable_pages * PAGE_BYTES
 
     def store(self, key: ObjectKey, parts: Sequence[memoryview]) -> StoredObject:
         """Keep the concatenated parts under a key, in place of what was there.
@@ -199,35 +393,47 @@ class ObjectStore:
         """
         length = sum(part.nbytes for part in parts)
         digest = key.digest
-        needed = self._slots_for(length)
-        runs = self._allocate(digest, needed)
-        if runs is None and self._catch_up is not None:
+        if self.arena.closed:
+            raise TransportError("the objects were freed")
+        if _pages_of(length) * PAGE_BYTES > self._content.size:
+            raise ArenaFullError(
+                f"an object of {length} bytes can never fit in {self._content.size} bytes; raise "
+                "object_gib"
+            )
+        stored = self._allocate(digest, length)
+        if stored is None and self._catch_up is not None:
             self._catch_up()
-            runs = self._allocate(digest, needed)
-        if runs is None:
-            raise self._full(digest, length, needed)
-        generation = next(self._generations)
+            stored = self._allocate(digest, length)
+        if stored is None:
+            raise self._full(digest, length)
         try:
-            self._write(runs, generation, key, digest, parts, length)
+            self._write(stored, key, digest, parts)
         except BaseException:
             with self._lock:
-                self._release(runs)
+                self._release(stored)
             raise
         with self._lock:
             if self.arena.closed:
                 raise TransportError("the objects were freed while one was stored")
-            stored = StoredObject(runs, generation, length, self._clock_ns())
             if digest in self._objects:
                 self._remove(digest)
             self._objects[digest] = key, stored
             self._unread[digest] = self._clock() + self._ttl_s if self._ttl_s > 0 else math.inf
         return stored
 
-    def mark_read(self, digest: bytes, generation: int) -> None:
-        """Note that this object was read just now. Ignored if it is not here (any more)."""
+    def mark_read(self, digest: bytes, generation: int, *, gone: bool = False) -> None:
+        """Note that this object was read just now. Ignored if it is not here (any more).
+
+        Args:
+            digest, generation: of the object.
+            gone: whether its reader says that nobody else will read it.
+        """
         with self._lock:
             entry = self._objects.get(digest)
             if entry is None or entry[1].generation != generation:
+                return
+            if gone:
+                self._remove(digest)
                 return
             self._let_go(digest)
             self._evictable[digest] = True
@@ -261,49 +467,55 @@ class ObjectStore:
             self._objects.clear()
             self._unread.clear()
             self._evictable.clear()
-            self._evictable_slots = 0
+            self._evictable_pages = 0
+            self._content = np.empty(0, np.uint8)  # it would keep the mapping
             self.arena.close()
 
-    def _slots_for(self, length: int) -> int:
-        needed = max(1, -(-length // self.arena.slot_bytes))
-        if needed > self.arena.n_slots:
-            raise ArenaFullError(
-                f"an object of {length} bytes can never fit in {self.arena.n_slots} slots of "
-                f"{self.arena.slot_bytes} bytes; raise object_gib"
-            )
-        return needed
-
-    def _allocate(self, digest: bytes, needed: int) -> Runs | None:
+    def _allocate(self, digest: bytes, length: int) -> StoredObject | None:
         with self._lock:
             self._expire()
-            own, others = self._replaceable(digest)
-            free = self.free_slots
-            if needed > free + own + others:
+            runs = self._room_for(digest, _pages_of(length))
+            if runs is None:
                 return None
-            # The object that is replaced goes early only where evicting all others is too little.
-            if needed > free + others:
-                self._remove(digest)
-                free += own
-            while needed > free:
-                oldest = next(each for each in self._evictable if each != digest)
-                free += self._remove(oldest)
-            runs = _choose(self._free, needed)
-            for start, count in runs:
-                self._free[start : start + count] = False
-        return runs
+            self._last_generation = max(self._last_generation + 1, self._clock_ns())
+            return StoredObject(self._slots.pop(), self._last_generation, runs, length)
+
+    def _room_for(self, digest: bytes, needed: int) -> Runs | None:
+        # Holds the lock. Pages, and a slot, after evicting what must be; nothing goes in vain.
+        if self._slots and (runs := self._pages.take(needed)) is not None:
+            return runs
+        if needed > self._pages.free + sum(self._replaceable(digest)):
+            return None
+        pages = copy.deepcopy(self._pages)
+        # The object that is replaced goes early only where evicting all others is too little.
+        order = [each for each in self._evictable if each != digest]
+        order += [digest] if digest in self._objects else []
+        gone: list[bytes] = []
+        for each in order:
+            gone.append(each)
+            pages.give(self._objects[each][1].runs)
+            if pages.free >= needed and pages.take(needed) is not None:
+                break
+        else:
+            return None
+        for each in gone:
+            self._remove(each)
+        return self._pages.take(needed)
 
     def _replaceable(self, digest: bytes) -> tuple[int, int]:
-        # Holds the lock. Slots of the object under this key, and of all others that may be evicted.
+        # Holds the lock. Pages of the object under this key, and of all others that may be evicted.
         entry = self._objects.get(digest)
-        own = 0 if entry is None else count_of(entry[1].runs)
-        return own, self._evictable_slots - (own if digest in self._evictable else 0)
+        own = 0 if entry is None else entry[1].pages
+        return own, self._evictable_pages - (own if digest in self._evictable else 0)
 
-    def _full(self, digest: bytes, length: int, needed: int) -> ArenaFullError:
+    def _full(self, digest: bytes, length: int) -> ArenaFullError:
         with self._lock:
-            room = self.free_slots + sum(self._replaceable(digest))
+            room = self._pages.free + sum(self._replaceable(digest))
+            slots = len(self._slots) + len(self._evictable)
         return ArenaFullError(
-            f"an object of {length} bytes needs {needed} slots, {room} of {self.arena.n_slots} are "
-            "free or hold what was received; the others hold what nobody has received yet: "
+            f"an object of {length} bytes finds no room: {room * PAGE_BYTES} of "
+            f"{self._content.size} bytes, and room for {slots} of {self.arena.n_slots} objects, "
+            "are free or hold what was received; the others hold what nobody has received yet: "
             "receive it, clean up requests that are done, raise object_gib, or lower "
             "buffer_ttl_seconds"
         )
@@ -321,59 +533,56 @@ class ObjectStore:
         # Holds the lock. Makes an object evictable.
         if self._unread.pop(digest, None) is not None:
             self._evictable[digest] = False
-            self._evictable_slots += count_of(self._objects[digest][1].runs)
+            self._evictable_pages += self._objects[digest][1].pages
 
-    def _remove(self, digest: bytes) -> int:
-        # Holds the lock. Returns how many slots become free.
+    def _remove(self, digest: bytes) -> None:
+        # Holds the lock.
         _, stored = self._objects.pop(digest)
-        count = count_of(stored.runs)
         if self._unread.pop(digest, None) is None:
             del self._evictable[digest]
-            self._evictable_slots -= count
-        self._release(stored.runs)
-        return count
+            self._evictable_pages -= stored.pages
+        self._release(stored)
 
-    def _release(self, runs: Runs) -> None:
-        # Holds the lock. A reader checks the first slot, so that is retired before any slot of the
+    def _release(self, stored: StoredObject) -> None:
+        # Holds the lock. A reader checks the header, so that is retired before any page of the
         # object can be chosen again. A closed arena has no slots to retire.
         if not self.arena.closed:
-            self.arena.retire(runs[0][0])
-        for start, count in runs:
-            self._free[start : start + count] = True
+            self.arena.retire(stored.slot)
+        self._slots.append(stored.slot)
+        self._pages.give(stored.runs)
 
     def _write(
-        self,
-        runs: Runs,
-        generation: int,
-        key: ObjectKey,
-        digest: bytes,
-        parts: Sequence[memoryview],
-        length: int,
+        self, stored: StoredObject, key: ObjectKey, digest: bytes, parts: Sequence[memoryview]
     ) -> None:
-        slots = self.arena.slots
-        copied = progress_of(logger, "storing", key, length)
-        ids = ids_of(runs)
-        checksums = np.empty(len(ids), np.uint64)
+        content = self._content
+        pieces = stored.pieces(content.size)
+        copied = progress_of(logger, "storing", key, stored.length)
+        checksums = np.empty(len(pieces), np.uint64)
+        if stored.table_bytes:
+            parts = [_table_of(stored.runs), *parts]
+        for start, count in stored.runs:
+            if not self._allocated[start : start + count].all():
+                self.arena.prefault(start * PAGE_BYTES, count * PAGE_BYTES)
+                self._allocated[start : start + count] = True
 
-        def fill(job: tuple[int, int, list[NDArray[np.uint8]]]) -> None:
-            index, slot, segments = job
-            room = slots[slot]
-            used = sum(segment.size for segment in segments)
-            if used > self._prefaulted[slot]:
-                self.arena.prefault(slot, used)
-                self._prefaulted[slot] = used
-            at = 0
+        def fill(job: tuple[int, tuple[int, int], list[NDArray[np.uint8]]]) -> None:
+            index, (at, size), segments = job
+            room = content[at : at + size]
+            end = 0
             for segment in segments:
-                np.copyto(room[at : at + segment.size], segment)
-                at += segment.size
-            checksums[index] = xxhash.xxh3_64_intdigest(room[:used].data)
-            copied(used)
+                room[end : end + segment.size] = segment
+                end += segment.size
+            checksums[index] = xxhash.xxh3_64_intdigest(room.data)
+            copied(size)
 
-        self.arena.begin_write(ids[0], generation)
-        segments = codec.cut(parts, self.arena.slot_bytes)
-        share_out(fill, zip(range(len(ids)), ids, segments, strict=True), length)
-        first = min(length, self.arena.slot_bytes)
-        self.arena.publish(ids[0], generation, digest, first, codec.checksum_of(length, checksums))
+        self.arena.begin_write(stored.slot, stored.generation)
+        segments = codec.cut(parts, [size for _, size in pieces])
+        share_out(fill, zip(range(len(pieces)), pieces, segments, strict=True), stored.length)
+        where = _KEY.pack(
+            digest[:_DIGEST_BYTES], stored.runs[0][0], len(stored.runs), stored.length
+        )
+        checksum = codec.checksum_of(stored.length, checksums)
+        self.arena.publish(stored.slot, stored.generation, where, 0, checksum)
 
 
 @functools.cache
@@ -382,29 +591,26 @@ def host_bytes() -> int:
     return memory_limit_bytes()
 
 
-def count_of(runs: Runs) -> int:
-    """How many slots these runs have."""
-    return sum(count for _, count in runs)
+def _pages_of(nbytes: int) -> int:
+    return max(1, -(-nbytes // PAGE_BYTES))
 
 
-def ids_of(runs: Runs) -> list[int]:
-    """The slots of these runs, in their order."""
-    return [slot for start, count in runs for slot in range(start, start + count)]
+def _table_bytes(runs: int) -> int:
+    # Whole pages, so that an object of known length takes a known number of them.
+    return 0 if runs == 1 else _pages_of(runs * RUN.itemsize) * PAGE_BYTES
 
 
-def _choose(free: NDArray[np.bool_], needed: int) -> Runs:
-    """The smallest run of free slots that suffices; where none does, several, the largest first."""
-    walled = np.zeros(free.size + 2, np.bool_)
-    walled[1:-1] = free
-    edges = np.flatnonzero(walled[1:] != walled[:-1])
-    runs = [(int(start), int(end - start)) for start, end in edges.reshape(-1, 2)]
-    enough = [run for run in runs if run[1] >= needed]
-    if enough:
-        return ((min(enough, key=lambda run: run[1])[0], needed),)
-    chosen: list[tuple[int, int]] = []
-    for start, count in sorted(runs, key=lambda run: -run[1]):
-        chosen.append((start, min(count, needed)))
-        needed -= chosen[-1][1]
-        if not needed:
-            break
-    return tuple(chosen)
+def _table_of(runs: Runs) -> memoryview:
+    table = np.zeros(_table_bytes(len(runs)), np.uint8)
+    table[: len(runs) * RUN.itemsize].view(RUN)[:] = np.array(list(runs), RUN)
+    return table.data
+
+
+def _cut(runs: Runs, total: int) -> Iterator[tuple[int, int]]:
+    for start, count in runs:
+        at, end = start * PAGE_BYTES, (start + count) * PAGE_BYTES
+        while at < end and total > 0:
+            size = min(_PIECE_BYTES, end - at, total)
+            yield at, size
+            at += size
+            total -= size

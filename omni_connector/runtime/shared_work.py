@@ -82,6 +82,10 @@ def share_out(work: Callable[[_Item], None], items: Iterable[_Item], nbytes: int
     threads = min(_MAX_THREADS, nbytes // _BYTES_PER_THREAD)
     if threads > 1:
         threads = min(threads, len(os.sched_getaffinity(0)))
+    if threads <= 1:
+        for item in items:
+            work(item)
+        return
     call = _Call(work, items)
     # These threads make no turns: this call waits for their end.
     others = [

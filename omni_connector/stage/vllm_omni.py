@@ -20,6 +20,7 @@ from vllm_omni.distributed.omni_connectors.utils.initialization import compute_c
 
 from omni_connector.errors import OmniError
 from omni_connector.objects.base import OmniConnector
+from omni_connector.objects.codec import Pieces
 from omni_connector.objects.factory import (
     ENGINE_PORT,
     MOONCAKE_ENGINE,
@@ -34,7 +35,8 @@ from omni_connector.stage.tp import local_rank
 logger = logging.getLogger(__name__)
 
 
-_SERIALIZED: Final = "vllm_omni"
+_SERIALIZED: Final = b"vllm_omni object"
+"""Before an object that vLLM-Omni's serializer has made bytes of. No packed KV begins so."""
 
 
 class _Adapter(SharedMemoryConnector):  # type: ignore[misc]
@@ -68,6 +70,8 @@ class _Adapter(SharedMemoryConnector):  # type: ignore[misc]
         self.config = config
         self.stage_id = int(config.get("stage_id", -1))
         self._inner = OurFactory.create_connector(ConnectorSpec(self._name, self._own(config)))
+        # The keys of chunks and KV are made of the request's id, which may be used again.
+        self._inner.consumes = True
 
     @classmethod
     def _own(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +82,7 @@ class _Adapter(SharedMemoryConnector):  # type: ignore[misc]
     ) -> tuple[bool, int, dict[str, Any] | None]:
         """See `OmniConnector.put`."""
         if not isinstance(data, bytes | bytearray | memoryview):
-            data = {_SERIALIZED: self.serialize_obj(data)}
+            data = Pieces([_SERIALIZED, self.serialize_obj(data)])
         return self._inner.put(from_stage, to_stage, put_key, data)
 
     def get(
@@ -132,12 +136,12 @@ class _Adapter(SharedMemoryConnector):  # type: ignore[misc]
         if found is None:
             return None
         data, size = found
-        if isinstance(data, memoryview):
-            return bytes(data), size
-        if not _is_serialized(data):
+        if not isinstance(data, memoryview):
             return data, size
+        if bytes(data[: len(_SERIALIZED)]) != _SERIALIZED:
+            return bytes(data), size
         try:
-            return self.deserialize_obj(data[_SERIALIZED]), size
+            return self.deserialize_obj(data[len(_SERIALIZED) :]), size
         except Exception:
             # vLLM-Omni's serializer may raise anything on bytes that it has not made.
             logger.warning("The object under %r cannot be deserialized", get_key, exc_info=True)
@@ -230,14 +234,6 @@ class OmniMooncakeTransferEngineConnector(_Adapter):
             except ValueError as error:
                 logger.warning("No sender is at %r: %s", host, error)
         return metadata
-
-
-def _is_serialized(data: object) -> bool:
-    return (
-        isinstance(data, dict)
-        and data.keys() == {_SERIALIZED}
-        and isinstance(data[_SERIALIZED], bytes)
-    )
 
 
 def register() -> None:

@@ -206,20 +206,21 @@ class RemoteArena(ABC):
         self.read_into(slot_ids, rows)
         return Fetched(rows, [self.verify(slot, generation) for slot, generation in refs])
 
-    def take(self, slot_ids: Sequence[int], length: int, *, timeout: float) -> NDArray[np.uint8]:
-        """The bytes of several slots in one array of its own, unverified: (length,) uint8.
+    def take(self, ranges: Sequence[tuple[int, int]], *, timeout: float) -> NDArray[np.uint8]:
+        """Bytes of the slots in one array of its own, unverified and joined.
 
         Args:
-            slot_ids: which slots; all but the last are copied whole.
-            length: bytes of all.
+            ranges: (offset from the start of the first slot, number) of bytes.
             timeout: seconds.
 
         Raises:
-            ProtocolError, TransportError: as `read_into`.
+            ProtocolError: the arena has no such bytes.
+            TransportError: the bytes cannot be read.
         """
-        rows: NDArray[np.uint8] = np.empty((len(slot_ids), self.endpoint.slot_bytes), np.uint8)
-        self.read_into(slot_ids, rows)
-        return rows.reshape(-1)[:length]
+        content = self.slots.reshape(-1)
+        if any(at < 0 or size < 0 or at + size > content.size for at, size in ranges):
+            raise ProtocolError(f"{self.endpoint.address} has {content.size} bytes")
+        return np.concatenate([content[at : at + size] for at, size in ranges])
 
     def __enter__(self) -> Self:
         return self

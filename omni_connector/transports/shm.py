@@ -8,6 +8,7 @@ name, so a process that is killed leaves nothing but a dead socket, which anothe
 import functools
 import operator
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -34,7 +35,8 @@ from omni_connector.transports.base import ArenaInPlace, ArenaTransport, Endpoin
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """Asks for the arena of this epoch; answered with `AttachReply` and its memfd."""
+    """Asks for the arena of this epoch, or with b"" for the only one of the socket; answered with
+    `AttachReply` and its memfd."""
 
     epoch: bytes
     protocol: int = PROTOCOL
@@ -188,17 +190,17 @@ class SharedMemoryTransport(ArenaTransport):
                 self.sweep()
             raise
 
-    def sockets(self) -> list[str]:
-        """The addresses of all sockets of our kind in the runtime folder, sorted.
+    def sockets(self, kinds: re.Pattern[str]) -> list[str]:
+        """The addresses of the sockets in the runtime folder whose names begin so, sorted.
 
         Raises:
             TransportError: it cannot be read.
         """
         try:
-            names = sorted(os.listdir(self.folder))
+            found = sorted(os.listdir(self.folder))
         except OSError as error:
             raise TransportError(f"cannot read the runtime folder: {reason(error)}") from error
-        return [f"{self.folder}/{name}" for name in names if name.startswith(self._kind)]
+        return [f"{self.folder}/{name}" for name in found if kinds.match(name)]
 
     def catch_up(self, timeout: float) -> None:
         """Wait until what peers said before this call was dealt with, `timeout` seconds at most."""
@@ -256,7 +258,10 @@ class SharedMemoryTransport(ArenaTransport):
         if not isinstance(question, Attach):
             return self._answers[type(question)](question), None
         with self._lock:
-            export = self._exports.get(question.epoch)
+            epoch = question.epoch
+            if not epoch and len(self._exports) == 1:
+                epoch = next(iter(self._exports))
+            export = self._exports.get(epoch)
             if export is None:
                 refusal = "there is no arena of this epoch here (any more)"
                 return Refusal(refusal, package=PACKAGE), None
@@ -290,13 +295,22 @@ def map_arena(connection: Connection, endpoint: Endpoint, deadline: float) -> Ar
         PeerRefusedError, ProtocolError, IncompatiblePeerError: as `ArenaView.open`.
     """
     descriptor = ask_arena(connection, endpoint, deadline)
+    return mapped(descriptor, endpoint.epoch, endpoint.n_slots, endpoint.slot_bytes)
+
+
+def mapped(descriptor: int, epoch: bytes, n_slots: int, slot_bytes: int) -> ArenaView:
+    """Map the arena of a peer.
+
+    Args:
+        descriptor: of its memfd; closed here.
+        epoch, n_slots, slot_bytes: what its owner says of it.
+
+    Raises:
+        PeerRefusedError, ProtocolError, IncompatiblePeerError: as `ArenaView.open`.
+    """
     try:
         return ArenaView.open(
-            descriptor,
-            epoch=endpoint.epoch,
-            n_slots=endpoint.n_slots,
-            slot_bytes=endpoint.slot_bytes,
-            prefault=True,
+            descriptor, epoch=epoch, n_slots=n_slots, slot_bytes=slot_bytes, prefault=True
         )
     finally:
         os.close(descriptor)

@@ -488,9 +488,9 @@ def test_slot_has_memory_once_populated(
     arena.slots[1] = 7
 
     before = allocated(arena)
-    arena.prefault(1, SLOT_BYTES)
+    arena.prefault(SLOT_BYTES, SLOT_BYTES)
     assert allocated(arena) == before
-    arena.prefault(3, 4097)
+    arena.prefault(3 * SLOT_BYTES, SLOT_BYTES)
     assert allocated(arena) == before + SLOT_BYTES
     assert (arena.slots[1] == 7).all()
 
@@ -502,11 +502,11 @@ def test_prefault_without_memory_is_an_error(arena: Arena, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(TransportError, match="no memory for 100 bytes of slot 2"):
-        arena.prefault(2, 100)
+    with pytest.raises(TransportError, match="no memory for 4096 bytes of an arena"):
+        arena.prefault(2 * SLOT_BYTES, 4096)
     arena.close()
     with pytest.raises(TransportError, match="closed"):
-        arena.prefault(2, 100)
+        arena.prefault(2 * SLOT_BYTES, 4096)
 
 
 @pytest.mark.parametrize("generation", [0, 1, (1 << 64) - 1])

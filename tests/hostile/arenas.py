@@ -45,8 +45,9 @@ from omni_connector.net.packets import (
 from omni_connector.objects import mooncake as object_server
 from omni_connector.objects import shm as object_sockets
 from omni_connector.objects.base import ObjectKey
-from omni_connector.objects.object_store import ObjectStore
-from omni_connector.objects.peer import ANSWERS, Find, Found, Missing, Read, read_object
+from omni_connector.objects.exchange import Read
+from omni_connector.objects.object_store import ObjectStore, find_object, read_object
+from omni_connector.objects.peer import ANSWERS, Found, Missing
 from omni_connector.prefix.attaching import RankSockets
 from omni_connector.prefix.host_blocks import touch
 from omni_connector.prefix.neighbours import ANSWERS as GIVEN
@@ -55,7 +56,7 @@ from omni_connector.testing.conformance.slots import read
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.mooncake.engine import MemoryRange
 from omni_connector.transports.mooncake.transport import MooncakeArena
-from omni_connector.transports.shm import Attach, AttachReply, MappedArena
+from omni_connector.transports.shm import Attach, MappedArena
 from tests import inspection
 from tests.hostile.mutation import damage, distort_msgpack
 from tests.hostile.trial import Parser
@@ -309,7 +310,8 @@ def fetched_headers() -> Iterator[Parser]:
 
 @contextmanager
 def object_places() -> Iterator[Parser]:
-    """What owners say of where an object is, over Unix sockets and TCP, and the reads of it."""
+    """Where an object is, by what its owner says over TCP or by the header of an arena that is
+    mapped; and the reads of it."""
     arena = Arena.create(N_SLOTS, SLOT_BYTES, randbytes=lambda count: b"E" * count)
     store = ObjectStore(arena)
     for key in ("other", "k"):
@@ -319,29 +321,46 @@ def object_places() -> Iterator[Parser]:
     endpoint = Endpoint.of(arena, "mooncake", "x")
     buffers = Buffers()
     encode = msgspec.msgpack.encode
-    found = Found(_DIGEST, endpoint, stored)
-    others = Missing(_DIGEST), AttachReply(arena.epoch, N_SLOTS, SLOT_BYTES), Refusal("no")
-    corpus = [encode(each) for each in (found, *others)]
+    corpus = [
+        encode(each) for each in (Found(_DIGEST, endpoint, stored), Missing(_DIGEST), Refusal("no"))
+    ]
+    at = PAGE_BYTES + stored.slot * HEADER_BYTES
+    header = memory[at : at + HEADER_BYTES]
+    true = header.tobytes()
 
     def make(rng: random.Random) -> tuple[bool, bytes]:
-        return rng.random() < 0.5, distort_msgpack(corpus[rng.choice((0,) * 6 + (1, 2, 3))], rng)
+        if rng.random() < 0.5:
+            return True, damage(true, rng).ljust(HEADER_BYTES, b"\0")[:HEADER_BYTES]
+        return False, distort_msgpack(corpus[rng.choice((0,) * 6 + (1, 2))], rng)
 
     def parse(hostile: tuple[bool, bytes]) -> bool | str:
         mapped, raw = hostile
-        if mapped:
-            said, _ = read_answer(raw, [], ANSWERS)
-        else:
+        if not mapped:
             said = object_server._decode([raw], ANSWERS)
-        if not isinstance(said, Found):
-            return "nowhere"
-        if said.digest != _DIGEST or (mapped and said.endpoint != endpoint):
-            return "not asked for"  # as `Peer` and `map_arena` see to
-        if mapped:
-            content = read_object(arena, said, buffers)
-        else:
+            if not isinstance(said, Found):
+                return "nowhere"
+            if said.digest != _DIGEST:
+                return "not asked for"  # as `Peer` sees to
             remote = MooncakeArena(engine, said.endpoint, "peer", 0)
-            content = read_object(remote, said, buffers, partial(remote.take, timeout=1.0))
-        assert content == _CONTENT * 4, "other bytes than those of the object"
+            size = said.endpoint.n_slots * said.endpoint.slot_bytes
+            content = read_object(
+                *(remote, size, _DIGEST, said.stored),
+                lambda pieces, nbytes: remote.take(pieces, timeout=1.0),
+            )
+            assert content == _CONTENT * 4, "other bytes than those of the object"
+            return True
+        header[:] = np.frombuffer(raw, np.uint8)
+        try:
+            found = find_object(arena, _DIGEST)
+            if found is None:
+                return "nowhere"
+            size = N_SLOTS * SLOT_BYTES
+            content = read_object(
+                arena, size, _DIGEST, found, lambda pieces, nbytes: buffers.take(nbytes)
+            )
+            assert content == _CONTENT * 4, "other bytes than those of the object"
+        finally:
+            header[:] = np.frombuffer(true, np.uint8)
         return True
 
     yield Parser("places of objects", make, parse, (OmniError,))
@@ -359,7 +378,7 @@ def socket_questions() -> Iterator[Parser]:
         owner.put("0", "1", "k", _CONTENT)
         assert owner._own is not None
         epoch, address = owner._own.endpoint.epoch, owner._own.address
-        questions = Find(_DIGEST), Attach(epoch), Read(epoch, _DIGEST, 1)
+        questions = Attach(b""), Attach(epoch), Read(epoch, _DIGEST, 1)
         corpus = [msgspec.msgpack.encode(question) for question in questions]
 
         def make(rng: random.Random) -> bytes:
@@ -375,7 +394,7 @@ def socket_questions() -> Iterator[Parser]:
                     connection.send(corpus[0])
                     connection.shutdown(socket.SHUT_WR)
                 said = list(_said(connection))
-            return True if said[-1:] == ["found"] else "refused"
+            return True if said[-1:] == ["attach-reply"] else "refused"
 
         def alive() -> None:
             assert owner.health()["status"] == "healthy"

@@ -23,8 +23,9 @@ from omni_connector.handoff.server import UNHANDLED, ControlServer
 from omni_connector.net.keys import ClusterKey
 from omni_connector.net.peers import HostPort
 from omni_connector.net.zeromq import MAX_MESSAGE_BYTES, make_context, prepare_tcp
+from omni_connector.objects.exchange import Read
 from omni_connector.objects.mooncake import ObjectServer
-from omni_connector.objects.peer import Find, Missing, Read
+from omni_connector.objects.peer import Find, Missing
 from omni_connector.runtime.context import PROCESS_CONTEXT
 from tests.hostile.control import (
     EPOCH,

@@ -60,7 +60,7 @@ def test_settings_of_shared_memory_arrive(place: Path) -> None:
         assert isinstance(made, SharedMemoryConnector)
         assert made.health()["folder"] == str(of_kernel(place / "team"))
         assert made.object_timeout == 2.5
-        assert made.health()["free_object_slots"] == 128
+        assert made.health()["free_object_bytes"] == 128 << 20
 
 
 def test_two_connectors_of_a_pipeline_meet() -> None:
@@ -193,4 +193,4 @@ def test_settings_are_the_arguments_of_the_constructor() -> None:
     )
     with SharedMemoryConnector() as plain, create("SharedMemoryConnector") as made:
         assert plain.object_timeout == made.object_timeout
-        assert plain.health()["free_object_slots"] == made.health()["free_object_slots"]
+        assert plain.health()["free_object_bytes"] == made.health()["free_object_bytes"]

@@ -24,11 +24,11 @@ from omni_connector.errors import ConfigError, ProtocolError, TransportError
 from omni_connector.net import resolver as resolver_module
 from omni_connector.net.keys import write_new_key
 from omni_connector.net.packets import require_protocol
-from omni_connector.net.peers import HostPort
 from omni_connector.objects import mooncake as objects_mooncake
 from omni_connector.objects import peer as objects_peer
+from omni_connector.objects.exchange import PROTOCOL, Held
 from omni_connector.objects.factory import ConnectorSpec, OmniConnectorFactory
-from omni_connector.objects.mooncake import MooncakeTransferEngineConnector
+from omni_connector.objects.mooncake import MooncakeTransferEngineConnector, read_hint
 from omni_connector.objects.object_store import StoredObject
 from omni_connector.objects.peer import QUESTIONS
 from omni_connector.testing import FakeClock
@@ -60,13 +60,18 @@ class Acquainted(MooncakeTransferEngineConnector):
         self.others = self.places.setdefault(place, [])
         self.others.append(self)
 
-    def _known(self) -> list[HostPort]:
-        return [each._own.address for each in self.others if each._own is not None]
+    def _search(self, digest: bytes, metadata: Any, deadline: float) -> Held | None:
+        known = [self._metadata(each._own.address) for each in self.others if each._own is not None]
+        asked = known if read_hint(metadata) is None else [metadata]
+        found = [super(Acquainted, self)._search(digest, each, deadline) for each in asked]
+        there = [each for each in found if each is not None]
+        return max(there, key=lambda each: each.stored.generation, default=None)
 
 
 class TestMooncakeConformance(ObjectConformance):
-    object_slot_bytes = 16384
-    object_slots = 16
+    object_slot_bytes = 4096
+    object_slots = 64
+    scattered_bytes = 4096
 
     def connect(self, place: Path) -> Acquainted:
         return Acquainted(place, (self.object_slots, self.object_slot_bytes))
@@ -155,7 +160,7 @@ def test_objects_of_receivers_that_never_come_make_room(
     clock = FakeClock()
     defaults = MooncakeTransferEngineConnector.__init__.__kwdefaults__
     monkeypatch.setitem(defaults, "clock", clock)
-    sender = make(memory_pool_size=1 << 20, buffer_ttl_seconds=5.0)
+    sender = make(memory_pool_size=4096, buffer_ttl_seconds=5.0)
     assert sender.put(*EDGE, "a", b"a")[0]
     assert not sender.put(*EDGE, "b", b"b")[0]
     clock.advance(5.1)
@@ -241,10 +246,9 @@ def test_a_source_that_is_closed_connects_no_more(make: Make) -> None:
     ("runs", "length"), [(((0, 1 << 40),), 1 << 52), (((0, 4096),), 4096 << 40)]
 )
 def test_an_announced_arena_of_any_size_is_not_believed(runs: Any, length: int) -> None:
-    stored = StoredObject(runs, 1, length, 0)
-    slot_bytes = length // sum(count for _, count in runs)
+    stored = StoredObject(0, 1, runs, length)
     with pytest.raises(ProtocolError):
-        stored.slots_in(1 << 41, slot_bytes)
+        stored.pieces(1 << 60)
 
 
 def test_only_who_has_the_key_is_answered(make: Make, tmp_path: Path) -> None:
@@ -318,7 +322,7 @@ class NewerFind(msgspec.Struct, frozen=True, tag="find"):
     protocol: int
 
     def __post_init__(self) -> None:
-        require_protocol(self.protocol, objects_peer.PROTOCOL + 1)
+        require_protocol(self.protocol, PROTOCOL + 1)
 
 
 def test_a_sender_of_another_version_is_named_once(
@@ -333,9 +337,11 @@ def test_a_sender_of_another_version_is_named_once(
     said = [each.getMessage() for each in caplog.records if "No object is found" in each.msg]
     assert len(said) == 1
     assert f"at {sender.listen()}: the peer refuses" in said[0]
-    assert "protocol 2, wanted 3" in said[0]
+    assert f"protocol {PROTOCOL}, wanted {PROTOCOL + 1}" in said[0]
     # The sender says it once, too.
-    assert len([each for each in caplog.records if "wanted 3" in each.getMessage()]) == 2
+    assert (
+        len([each for each in caplog.records if f"wanted {PROTOCOL + 1}" in each.getMessage()]) == 2
+    )
 
 
 def test_what_a_sender_says_of_an_object_is_checked(make: Make) -> None:
@@ -351,14 +357,10 @@ def test_what_a_sender_says_of_an_object_is_checked(make: Make) -> None:
         {"runs": ()},
         {"generation": stored.generation + 1},
     ):
-        objects._objects[digest] = key, type(stored)(**{**_fields(stored), **wrong})
+        objects._objects[digest] = key, msgspec.structs.replace(stored, **wrong)
         assert receiver.get(*EDGE, "key", metadata) is None
     objects._objects[digest] = key, stored
     assert receiver.get(*EDGE, "key", metadata) == (b"object", 6)
-
-
-def _fields(stored: Any) -> dict[str, Any]:
-    return {name: getattr(stored, name) for name in ("runs", "generation", "length", "stamp")}
 
 
 def test_what_was_read_is_told_and_makes_room(make: Make) -> None:

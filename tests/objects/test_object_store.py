@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-import dataclasses
 import errno
 import itertools
 import os
+import struct
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ from omni_connector.errors import (
     ArenaFullError,
     ChecksumError,
     ConfigError,
+    IntegrityError,
     ProtocolError,
     StaleSlotError,
     TransportError,
@@ -27,17 +29,18 @@ from omni_connector.errors import (
 from omni_connector.objects import object_store as objects
 from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.object_store import (
-    MAX_OBJECT_SLOTS,
+    MAX_OBJECTS,
+    RUN,
+    FreePages,
     ObjectStore,
     StoredObject,
-    _choose,
+    find_object,
     fitting,
     object_geometry,
+    read_object,
 )
-from omni_connector.objects.peer import Found, read_object
 from omni_connector.runtime import shared_work
 from omni_connector.testing import FakeClock
-from omni_connector.transports.base import Endpoint
 
 SLOT_BYTES = 4096
 N_SLOTS = 8
@@ -60,8 +63,21 @@ def read_stored(
     store: ObjectStore, name: str, stored: StoredObject, buffers: Buffers | None = None
 ) -> memoryview:
     """What a reader makes of what the owner says of an object."""
-    found = Found(key(name).digest, Endpoint.of(store.arena, "shm", "/a"), stored)
-    return read_object(store.arena, found, buffers or Buffers())
+    memory = buffers or Buffers()
+    size = N_SLOTS * SLOT_BYTES
+    return read_object(
+        store.arena, size, key(name).digest, stored, lambda pieces, nbytes: memory.take(nbytes)
+    )
+
+
+def free(store: ObjectStore) -> int:
+    """Pages; a slot here has as many bytes as a page."""
+    return store.free_bytes // SLOT_BYTES
+
+
+def evictable(store: ObjectStore) -> int:
+    """Pages."""
+    return store.evictable_bytes // SLOT_BYTES
 
 
 def key(name: str) -> ObjectKey:
@@ -89,21 +105,23 @@ def test_parts_are_joined(store: ObjectStore, sizes: tuple[int, ...]) -> None:
 def test_scattered_object_is_whole(store: ObjectStore) -> None:
     for i in range(N_SLOTS):
         put(store, f"r{i}", b"x")
-    for i in (0, 2, 3, 6):
+    for i in (0, 2, 3, 6, 7):
         store.drop(f"r{i}")
     content = os.urandom(4 * SLOT_BYTES - 7)
     stored = put(store, "k", content)
-    assert sorted(stored.runs) == [(0, 1), (2, 2), (6, 1)]
+    # A page has the table of runs.
+    assert sorted(stored.runs) == [(0, 1), (2, 2), (6, 2)]
     assert read(store, "k") == content
-    assert [read(store, f"r{i}") for i in (1, 4, 5, 7)] == [b"x"] * 4
+    assert find_object(store.arena, key("k").digest) == stored
+    assert [read(store, f"r{i}") for i in (1, 4, 5)] == [b"x"] * 3
 
 
-def test_newer_object_has_a_later_stamp(store: ObjectStore, clock: FakeClock) -> None:
+def test_newer_object_has_a_later_generation(store: ObjectStore, clock: FakeClock) -> None:
     first = put(store, "k", b"1")
     clock.advance(0.001)
     second = put(store, "k", b"2")
-    assert (second.stamp - first.stamp, len(store)) == (1_000_000, 1)
-    assert store.free_slots == N_SLOTS - 1
+    assert (second.generation - first.generation, len(store)) == (1_000_000, 1)
+    assert free(store) == N_SLOTS - 1
 
 
 def test_replaced_object_cannot_be_read_any_more(store: ObjectStore) -> None:
@@ -131,7 +149,7 @@ def test_old_object_stays_until_the_new_one_is_complete(
         put(store, "k", b"new")
     monkeypatch.undo()
     assert read(store, "k") == b"old"
-    assert store.free_slots == N_SLOTS - 1
+    assert free(store) == N_SLOTS - 1
 
 
 def test_object_may_take_the_room_of_the_one_it_replaces(store: ObjectStore) -> None:
@@ -143,12 +161,12 @@ def test_object_may_take_the_room_of_the_one_it_replaces(store: ObjectStore) -> 
 def test_refused_object_changes_nothing(store: ObjectStore) -> None:
     put(store, "k", b"old")
     put(store, "other", bytes(3 * SLOT_BYTES))
-    with pytest.raises(ArenaFullError, match="5 of 8 are free or"):
+    with pytest.raises(ArenaFullError, match="20480 of 32768 bytes"):
         put(store, "k", bytes(6 * SLOT_BYTES))
     with pytest.raises(ArenaFullError, match="never"):
         put(store, "k", bytes(N_SLOTS * SLOT_BYTES + 1))
     assert read(store, "k") == b"old"
-    assert store.free_slots == 4
+    assert free(store) == 4
 
 
 def mark(store: ObjectStore, name: str) -> None:
@@ -166,12 +184,12 @@ def test_objects_read_longest_ago_are_evicted_first(store: ObjectStore) -> None:
         put(store, name, b"x")
     for name in "cabc":
         mark(store, name)
-    assert store.evictable_slots == 3
+    assert evictable(store) == 3
     put(store, "1", b"x")
     assert held(store, "abcdefgh") == "bcdefgh"
     put(store, "2", b"x")
     assert held(store, "abcdefgh") == "cdefgh"
-    assert (store.evictable_slots, store.free_slots) == (1, 0)
+    assert (evictable(store), free(store)) == (1, 0)
 
 
 def test_unread_objects_are_never_evicted_and_nothing_goes_in_vain(store: ObjectStore) -> None:
@@ -179,7 +197,7 @@ def test_unread_objects_are_never_evicted_and_nothing_goes_in_vain(store: Object
     for name in "abc":
         put(store, name, b"x")
         mark(store, name)
-    with pytest.raises(ArenaFullError, match="3 of 8 are free or hold what was received"):
+    with pytest.raises(ArenaFullError, match="12288 of 32768 bytes"):
         put(store, "k", bytes(4 * SLOT_BYTES))
     assert held(store, "abc") == "abc"
     put(store, "k", bytes(3 * SLOT_BYTES))
@@ -193,16 +211,16 @@ def test_unread_object_makes_room_when_its_time_is_over(
     clock.advance(TTL_S / 2)
     put(store, "b", bytes(4 * SLOT_BYTES))
     clock.advance(TTL_S / 2 - 1)
-    with pytest.raises(ArenaFullError, match="0 of 8 are free or"):
+    with pytest.raises(ArenaFullError, match="0 of 32768 bytes"):
         put(store, "c", b"x")
     clock.advance(1)
-    assert (store.evictable_slots, store.free_slots) == (4, 0)
+    assert (evictable(store), free(store)) == (4, 0)
     assert held(store, "ab") == "ab"  # nobody needs the room yet
     put(store, "c", b"x")
     assert held(store, "abc") == "bc"
     clock.advance(TTL_S)
     put(store, "d", bytes(8 * SLOT_BYTES))
-    assert (held(store, "abcd"), store.evictable_slots) == ("d", 0)
+    assert (held(store, "abcd"), evictable(store)) == ("d", 0)
 
 
 def test_objects_that_nobody_ever_reads_do_not_fill_the_arena(
@@ -217,9 +235,9 @@ def test_objects_that_nobody_ever_reads_do_not_fill_the_arena(
 def test_object_is_put_again_with_a_time_of_its_own(store: ObjectStore, clock: FakeClock) -> None:
     put(store, "k", bytes(N_SLOTS * SLOT_BYTES))
     clock.advance(TTL_S)
-    assert store.evictable_slots == N_SLOTS
+    assert evictable(store) == N_SLOTS
     put(store, "k", bytes(N_SLOTS * SLOT_BYTES))
-    assert store.evictable_slots == 0
+    assert evictable(store) == 0
     clock.advance(TTL_S - 1)
     with pytest.raises(ArenaFullError):
         put(store, "other", b"x")
@@ -229,12 +247,12 @@ def test_object_read_after_its_time_goes_after_others(store: ObjectStore, clock:
     for name in "abcdefgh":
         put(store, name, b"x")
     clock.advance(TTL_S)
-    assert store.evictable_slots == N_SLOTS
+    assert evictable(store) == N_SLOTS
     mark(store, "a")
     put(store, "1", b"x")
-    assert (held(store, "abcdefgh"), store.evictable_slots) == ("acdefgh", N_SLOTS - 1)
+    assert (held(store, "abcdefgh"), evictable(store)) == ("acdefgh", N_SLOTS - 1)
     store.drop("c")
-    assert (store.evictable_slots, store.free_slots) == (N_SLOTS - 2, 1)
+    assert (evictable(store), free(store)) == (N_SLOTS - 2, 1)
 
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("-inf"), float("inf")])
@@ -256,15 +274,15 @@ def test_object_whose_time_ends_while_it_is_copied_is_refused_or_whole(
     store: ObjectStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = put(store, "k", b"a" * (4 * SLOT_BYTES))
-    copy = np.copyto
+    verify = store.arena.verify
 
-    def copy_then_overwrite(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> None:
-        copy(dst, src)
+    def overwrite_first(slot: int, generation: int) -> object:
         monkeypatch.undo()
         clock.advance(TTL_S)
         put(store, "other", b"b" * (N_SLOTS * SLOT_BYTES))
+        return verify(slot, generation)
 
-    monkeypatch.setattr(objects.np, "copyto", copy_then_overwrite)
+    monkeypatch.setattr(store.arena, "verify", overwrite_first)
     with pytest.raises(StaleSlotError):
         read_stored(store, "k", stored)
     assert read(store, "other") == b"b" * (N_SLOTS * SLOT_BYTES)
@@ -276,12 +294,12 @@ def test_older_generation_does_not_mark_a_newer_object(store: ObjectStore) -> No
     new = put(store, "k", bytes(N_SLOTS * SLOT_BYTES))
     store.mark_read(key("k").digest, old.generation)
     store.mark_read(key("unknown").digest, new.generation)
-    assert store.evictable_slots == 0
+    assert evictable(store) == 0
     with pytest.raises(ArenaFullError):
         put(store, "other", b"x")
     store.mark_read(key("k").digest, new.generation)
     put(store, "other", b"x")
-    assert (len(store), store.evictable_slots, store.free_slots) == (1, 0, N_SLOTS - 1)
+    assert (len(store), evictable(store), free(store)) == (1, 0, N_SLOTS - 1)
 
 
 def test_object_that_is_replaced_outlives_those_that_were_read(store: ObjectStore) -> None:
@@ -290,7 +308,7 @@ def test_object_that_is_replaced_outlives_those_that_were_read(store: ObjectStor
     mark(store, "k")
     mark(store, "a")
     put(store, "k", b"y" * (4 * SLOT_BYTES))
-    assert (held(store, "ka"), store.evictable_slots) == ("k", 0)
+    assert (held(store, "ka"), evictable(store)) == ("k", 0)
 
 
 def test_object_evicted_while_it_is_copied_is_refused(store: ObjectStore) -> None:
@@ -310,19 +328,19 @@ def test_dropped_objects_are_not_evictable(store: ObjectStore) -> None:
     put(store, "k", b"x")
     mark(store, "k")
     assert store.drop("k") == 1
-    assert (store.evictable_slots, store.free_slots) == (0, N_SLOTS)
+    assert (evictable(store), free(store)) == (0, N_SLOTS)
 
 
 def test_only_what_was_read_is_reaped(store: ObjectStore, clock: FakeClock) -> None:
     for name in ("read", "expired", "both"):
         put(store, name, b"x")
     clock.advance(TTL_S + 1)
-    assert store.evictable_slots == 3
+    assert evictable(store) == 3
     put(store, "new", b"x")
     mark(store, "read")
     mark(store, "both")
     assert store.reap() == 2
-    assert (store.evictable_slots, store.free_slots) == (1, N_SLOTS - 2)
+    assert (evictable(store), free(store)) == (1, N_SLOTS - 2)
     assert [store.find(key(name).digest) is None for name in ("read", "expired", "both", "new")] \
         == [True, False, True, False]  # fmt: skip
     assert store.reap() == 0
@@ -369,7 +387,7 @@ def test_contents_of_slots_that_change_places_are_detected(store: ObjectStore) -
 def test_length_that_the_owner_did_not_store_is_detected(store: ObjectStore, length: int) -> None:
     stored = put(store, "k", bytes(2 * SLOT_BYTES - 4))
     with pytest.raises(ChecksumError):
-        read_stored(store, "k", dataclasses.replace(stored, length=length), Buffers())
+        read_stored(store, "k", msgspec.structs.replace(stored, length=length))
 
 
 @pytest.mark.parametrize("reuse", [1, 3])
@@ -426,11 +444,11 @@ def test_memory_is_had_for_what_is_written(
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(store.arena, "prefault", lambda *each: asked.append(each))
     put(store, "k", bytes(SLOT_BYTES + 10))
-    put(store, "k", b"again, in other slots")
+    put(store, "k", b"again, in another page")
     store.drop("k")
     put(store, "k", bytes(SLOT_BYTES + 10))
     put(store, "k2", bytes(200))
-    assert asked == [(0, SLOT_BYTES), (1, 10), (2, 21), (2, 200)]
+    assert asked == [(0, 2 * SLOT_BYTES), (2 * SLOT_BYTES, SLOT_BYTES)]
 
 
 def test_object_there_is_no_memory_for_is_refused(
@@ -445,45 +463,45 @@ def test_object_there_is_no_memory_for_is_refused(
     with pytest.raises(TransportError, match="no memory"):
         put(store, "k", bytes(2 * SLOT_BYTES))
     monkeypatch.undo()
-    assert (read(store, "k"), store.free_slots) == (b"old", N_SLOTS - 1)
+    assert (read(store, "k"), free(store)) == (b"old", N_SLOTS - 1)
 
 
 @pytest.mark.parametrize(
     ("gib", "geometry"),
     [
-        (1.0, (1024, 1 << 20)),
+        (1.0, (4096, 256 << 10)),
         (4, (4096, 1 << 20)),
-        (5, (2560, 2 << 20)),
+        (5, (4096, 1280 << 10)),
         (16, (4096, 4 << 20)),
-        (1e-9, (1, 1 << 20)),
-        (0.3, (307, 1 << 20)),
+        (1e-9, (1, 4096)),
+        (1 / 1024, (256, 4096)),
     ],
 )
 def test_size_of_the_arena(gib: float, geometry: tuple[int, int]) -> None:
     assert object_geometry(gib) == geometry
 
 
-@pytest.mark.parametrize(("memory_gib", "slots"), [(1, 102), (20, 2048), (1000, 4096)])
+@pytest.mark.parametrize(("memory_gib", "mib"), [(20, 2048), (1000, 4096)])
 def test_size_of_the_arena_unless_configured(
-    monkeypatch: pytest.MonkeyPatch, memory_gib: int, slots: int
+    monkeypatch: pytest.MonkeyPatch, memory_gib: int, mib: int
 ) -> None:
     monkeypatch.setattr(objects, "memory_limit_bytes", lambda: memory_gib << 30)
-    assert object_geometry(None) == (slots, 1 << 20)
+    assert object_geometry(None) == (MAX_OBJECTS, mib << 8)
 
 
 @pytest.mark.parametrize(
-    ("left_mib", "slots", "warned"), [(5000, 4096, False), (500, 400, True), (50, 1, True)]
+    ("left_mib", "slot_kib", "warned"), [(5000, 1024, False), (500, 100, True), (50, 4, True)]
 )
 def test_the_arena_is_no_larger_than_the_memory_that_is_left(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     left_mib: int,
-    slots: int,
+    slot_kib: int,
     warned: bool,
 ) -> None:
     monkeypatch.setattr(objects, "unclaimed_bytes", lambda: left_mib << 20)
     monkeypatch.setattr(objects, "spared_bytes", lambda: 100 << 20)
-    assert fitting(4096, 1 << 20) == (slots, 1 << 20)
+    assert fitting(4096, 1 << 20) == (4096, slot_kib << 10)
     assert any("Lower object_gib" in message for message in caplog.messages) == warned
 
 
@@ -519,7 +537,7 @@ def test_impossible_descriptions_are_refused(
 ) -> None:
     put(store, "k", b"object")
     with pytest.raises(ProtocolError):
-        read_stored(store, "k", StoredObject(runs, 1, length, 0))
+        read_stored(store, "k", StoredObject(0, 1, runs, length))
 
 
 def test_closed_store_takes_nothing(store: ObjectStore) -> None:
@@ -546,22 +564,113 @@ def test_store_that_is_closed_meanwhile_fails_cleanly(
     assert len(store) == 0
 
 
-def test_too_many_slots_for_one_message_are_refused() -> None:
-    with Arena.create(MAX_OBJECT_SLOTS + 1, 4096) as arena, pytest.raises(ValueError, match="most"):
-        ObjectStore(arena)
+def test_small_objects_take_a_page_each(clock: FakeClock) -> None:
+    store = ObjectStore(Arena.create(16, 4 * SLOT_BYTES), clock.ns, clock=clock)
+    for i in range(16):
+        put(store, f"k{i}", b"tiny")
+    assert free(store) == 64 - 16
+    with pytest.raises(ArenaFullError, match="room for 0 of 16 objects"):
+        put(store, "k", b"one object more than there are slots")
+    store.close()
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=40), st.data())
-def test_chosen_runs_are_free_distinct_and_enough(free: list[bool], data: st.DataObject) -> None:
-    if not any(free):
-        return
-    needed = data.draw(st.integers(1, sum(free)))
-    runs = _choose(np.array(free), needed)
-    slots = [slot for start, count in runs for slot in range(start, start + count)]
-    assert len(slots) == len(set(slots)) == needed
-    assert all(free[slot] for slot in slots)
-    longest = max(len(run) for run in "".join("x" if f else " " for f in free).split())
-    assert (len(runs) == 1) == (needed <= longest)
+def test_readers_find_what_is_there(store: ObjectStore) -> None:
+    for name in "abc":
+        put(store, name, name.encode() * 5000)
+    put(store, "b", b"newer")
+    store.drop("c")
+    for name in "abcd":
+        digest = key(name).digest
+        assert find_object(store.arena, digest) == store.find(digest)
+        # The first bytes alone do not make it another's.
+        assert find_object(store.arena, digest[:12] + bytes(20)) is None
+
+
+def test_of_two_objects_under_a_key_readers_find_the_newer_one(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, clock: FakeClock
+) -> None:
+    put(store, "k", b"older")
+    clock.advance(1)
+    # The moment at which the newer one is whole, and the older one still there.
+    monkeypatch.setattr(store, "_remove", lambda digest: None)
+    newer = put(store, "k", b"newer")
+    found = find_object(store.arena, key("k").digest)
+    assert found == newer
+
+
+@pytest.mark.parametrize(
+    ("first", "runs", "length"),
+    [(0, 0, 5), (0, MAX_OBJECTS + 1, 5), (7, 4096, 5), (2**32 - 1, 2, 5), (8, 1, 5), (0, 1, 2**60)],
+)
+def test_headers_that_no_owner_writes_are_refused(
+    store: ObjectStore, first: int, runs: int, length: int
+) -> None:
+    digest = key("k").digest
+    store.arena.begin_write(3, 1)
+    store.arena.publish(3, 1, struct.pack("<16sIIQ", digest, first, runs, length), 0, 0)
+
+    def find_and_read() -> None:
+        found = find_object(store.arena, digest)
+        assert found is not None
+        read_stored(store, "k", found)
+
+    with pytest.raises((IntegrityError, ProtocolError)):
+        find_and_read()
+
+
+def test_a_table_of_runs_that_no_owner_writes_is_refused(store: ObjectStore) -> None:
+    digest = key("k").digest
+    for runs in (
+        [(0, 1), (9, 1)],
+        [(0, 1), (2**32 - 1, 2**32 - 1)],
+        [(0, 1), (0, 0)],
+        [(0, 9)] * 2,
+    ):
+        table = store.arena.slots[0, : 2 * RUN.itemsize].view(RUN)
+        table[:] = np.array(runs, RUN)
+        store.arena.begin_write(3, 1 + table["count"].tolist()[1])
+        where = struct.pack("<16sIIQ", digest, 0, 2, 5)
+        store.arena.publish(3, 1 + table["count"].tolist()[1], where, 0, 0)
+        found = find_object(store.arena, digest)
+        assert found is not None
+        with pytest.raises(ProtocolError):
+            read_stored(store, "k", found)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60), st.integers(1, 40))
+def test_pages_are_given_out_once_and_taken_back(
+    orders: list[tuple[bool, int]], count: int
+) -> None:
+    pages = FreePages(count)
+    there = [True] * count
+    taken: list[tuple[tuple[int, int], ...]] = []
+    for take, number in orders:
+        if take:
+            longest = max(len(run) for run in "".join("x" if f else " " for f in there).split(" "))
+            runs = pages.take(number)
+            # One page more has the table of several runs.
+            fits = number <= longest or number + 1 <= sum(there)
+            assert (runs is not None) == fits
+            if runs is None:
+                continue
+            assert (len(runs) == 1) == (number <= longest)
+            ids = [page for start, size in runs for page in range(start, start + size)]
+            assert len(ids) == len(set(ids)) == number + (len(runs) > 1)
+            assert all(size > 0 for _, size in runs)
+            assert all(there[page] for page in ids)
+            taken.append(runs)
+        elif taken:
+            runs = taken.pop(number % len(taken))
+            ids = [page for start, size in runs for page in range(start, start + size)]
+            pages.give(runs)
+        else:
+            continue
+        for page in ids:
+            there[page] = not there[page]
+        assert pages.free == sum(there)
+    for runs in taken:
+        pages.give(runs)
+    assert pages.take(count) == ((0, count),)
 
 
 @pytest.mark.parametrize(

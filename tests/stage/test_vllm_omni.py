@@ -397,14 +397,16 @@ for number, sent in enumerate(objects):
     assert ours.put("0", "1", f"k{number}", sent)[0]
     assert connector.get("0", "1", f"k{number}")[0] == sent
 ours.put("0", "1", "pieces", Pieces([b"ab", b"", b"c"]))
-assert connector.get("0", "1", "pieces") == (b"abc", 3)
-assert type(connector.get("0", "1", "pieces")[0]) is bytes
+found = connector.get("0", "1", "pieces")
+assert found == (b"abc", 3)
+assert type(found[0]) is bytes
+assert connector.get("0", "1", "pieces") is None
 warned = []
 handler = logging.Handler()
 handler.emit = warned.append
 logging.getLogger("omni_connector.stage.vllm_omni").addHandler(handler)
 for number, hostile in enumerate([b"", b"\\x81", b"\\xc1" * 9, b"\\x93\\x01"]):
-    ours.put("0", "1", "hostile", {"vllm_omni": hostile})
+    ours.put("0", "1", "hostile", Pieces([b"vllm_omni object", hostile]))
     assert connector.get("0", "1", "hostile") is None, hostile
     assert len(warned) == number + 1
 ours.close()
@@ -413,9 +415,11 @@ connector.close()
 
 METADATA = """
 connector = OmniConnectorFactory.create_connector(spec)
-_, _, metadata = connector.put("0", "1", "k", b"12345")
-for hint in (None, metadata, "shm", b"x", 7, [1], [("a", 1)], torch.ones(2), object(), {},
-             {"k": metadata}, {"source_host": "10.0.0.1", "source_port": 1}):
+for hint in (None, "shm", b"x", 7, [1], [("a", 1)], torch.ones(2), object(), {},
+             "own", {"source_host": "10.0.0.1", "source_port": 1}):
+    _, _, metadata = connector.put("0", "1", "k", b"12345")
+    if isinstance(hint, str) and hint == "own":
+        hint = {"k": metadata}
     assert connector.get("0", "1", "k", hint) == (b"12345", 5), hint
 connector.close()
 """
@@ -423,11 +427,11 @@ connector.close()
 TIME_TO_LIVE = """
 extra = {"stage_id": 0, "object_gib": 2 / 1024, "buffer_ttl_seconds": 2.0}
 connector = OmniConnectorFactory.create_connector(ConnectorSpec("OmniSharedMemoryConnector", extra))
-assert connector.put("0", "1", "a", bytes(1000))[0]
-assert connector.put("0", "1", "b", bytes(1000))[0]
-assert not connector.put("0", "1", "c", bytes(1000))[0]
+assert connector.put("0", "1", "a", bytes(900_000))[0]
+assert connector.put("0", "1", "b", bytes(900_000))[0]
+assert not connector.put("0", "1", "c", bytes(900_000))[0]
 time.sleep(2.1)
-assert connector.put("0", "1", "c", bytes(1000))[0]
+assert connector.put("0", "1", "c", bytes(900_000))[0]
 connector.close()
 """
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -204,6 +205,34 @@ def test_a_sender_goes_on_when_its_receiver_has_failed(
     receiver = stage(1, connector(1))
     found = receiver("receive", f"{name}-next", PATIENCE_S)
     assert found == (whole([4, 5, 6], SMALL), True, False)
+
+
+def test_a_request_whose_id_was_used_before_gets_its_own_chunks(
+    connector: Connector, stage: Fork, name: str
+) -> None:
+    sender, receiver = stage(0, connector(0)), stage(1, connector(1))
+    for first in (10, 20, 30):
+        seeds = list(range(first, first + 4))
+        # It waits before there is anything to get.
+        receiver.begin("receive", name, PATIENCE_S)
+        time.sleep(0.05)
+        sender("send", name, seeds, SMALL)
+        assert receiver.end() == (whole(seeds, SMALL), True, False)
+        assert sender("sent", PATIENCE_S) == {}
+
+
+def test_chunks_of_an_aborted_request_are_not_those_of_the_next_one_of_its_id(
+    connector: Connector, stage: Fork, name: str
+) -> None:
+    sender, receiver = stage(0, connector(0)), stage(1, connector(1))
+    sender("send", name, [1, 2, 3, 4], SMALL, ends=False)
+    assert sender("put", name, 4, PATIENCE_S) == 4
+    assert receiver("receive", name, PATIENCE_S, most=1)[0] == whole([1], SMALL)
+    sender("abort", name, PATIENCE_S)
+    receiver.begin("receive", name, PATIENCE_S)
+    time.sleep(0.05)
+    sender("send", name, [7, 8, 9], SMALL)
+    assert receiver.end() == (whole([7, 8, 9], SMALL), True, False)
 
 
 def test_the_connectors_of_all_its_pipelines_are_read_as_it_reads_them(

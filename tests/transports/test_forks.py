@@ -231,7 +231,7 @@ def test_a_child_does_not_hang_where_an_arena_is_being_mapped(place: Path) -> No
         sender.put("0", "1", "k", b"x")
         assert receiver.get("0", "1", "k") == (b"x", 1)
         [peer] = inspection.senders_asked(receiver)
-        with peer._arena._view._prefaulter._stopped._cond:  # as its thread may have it
+        with peer.view._prefaulter._stopped._cond:  # as its thread may have it
             child = os.fork()
             if not child:
                 os._exit(0)

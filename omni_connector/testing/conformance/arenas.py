@@ -54,12 +54,15 @@ class ArenaConformance(ArenaFixtures):
         publish(arena, N_SLOTS - 1, 2**64 - 1, content)
         assert read(remote, N_SLOTS - 1, 2**64 - 1).tobytes() == content
 
-    def test_slots_are_taken_as_one(self, arena: Arena, remote: RemoteArena) -> None:
+    def test_ranges_of_slots_are_taken_as_one(self, arena: Arena, remote: RemoteArena) -> None:
         for slot in range(3):
             publish(arena, slot, 1, bytes([slot + 1]) * SLOT_BYTES)
-        taken = remote.take([2, 0, 1], 2 * SLOT_BYTES + 5, timeout=ATTACH_S)
-        wanted = bytes([3]) * SLOT_BYTES + bytes([1]) * SLOT_BYTES + bytes([2]) * 5
-        assert taken.tobytes() == wanted
+        ranges = [(2 * SLOT_BYTES, SLOT_BYTES), (0, 0), (SLOT_BYTES - 3, 5)]
+        taken = remote.take(ranges, timeout=ATTACH_S)
+        assert taken.tobytes() == bytes([3]) * SLOT_BYTES + bytes([1]) * 3 + bytes([2]) * 2
+        for beyond in ((-1, 2), (N_SLOTS * SLOT_BYTES - 1, 2), (5, -1)):
+            with pytest.raises(ProtocolError):
+                remote.take([beyond], timeout=ATTACH_S)
 
     def test_an_empty_slot_is_read(self, arena: Arena, remote: RemoteArena) -> None:
         publish(arena, 0, 1, b"", key=b"")

@@ -52,10 +52,12 @@ class ObjectFixtures(Conformance[OmniConnector]):
         object_slot_bytes: granularity in which objects take room.
         object_slots: how many of those a connector made by `connect` has; None where a store
             behind it sets no limit that a test could reach.
+        scattered_bytes: bytes that an object takes beyond its own where its room is scattered.
     """
 
     object_slot_bytes: int
     object_slots: int | None
+    scattered_bytes: int = 0
 
 
 class ArenaFixtures(Conformance[ArenaTransport]):

@@ -66,7 +66,7 @@ class ObjectModel(ObjectFixtures):
                 ok, _, metadata = senders[who].put("0", "1", key, value)
                 own, got = self.model[who], self.got[who]
                 if suite.object_slots is not None:
-                    assert ok == self.make_room(who, key, needed, suite.object_slots)
+                    self.make_room(who, key, needed, suite.object_slots, ok)
                 assert ok == (metadata is not None)
                 if ok:
                     if senders[who].is_store:  # the object of the other sender is replaced
@@ -77,21 +77,46 @@ class ObjectModel(ObjectFixtures):
                     if key in got:
                         got.remove(key)
 
-            def make_room(self, who: int, key: str, needed: int, object_slots: int) -> bool:
-                own, got = self.model[who], self.got[who]
+            def make_room(
+                self, who: int, key: str, needed: int, object_slots: int, ok: bool
+            ) -> None:
+                """Evict what the sender must have evicted."""
+                own = self.model[who]
+                plans = [self.evicted(who, key, needed, object_slots)]
+                if suite.scattered_bytes:
+                    # Only the sender knows whether the room was scattered.
+                    more = math.ceil(suite.scattered_bytes / suite.object_slot_bytes)
+                    plans.append(self.evicted(who, key, needed + more, object_slots))
+                    left = senders[who].health()["objects"]
+                    plans = [
+                        plan
+                        for plan in plans
+                        if plan is None or len((own.keys() - plan) | {key}) == left
+                    ]
+                possible = [plan for plan in plans if (plan is not None) == ok]
+                assert possible
+                for each in possible[0] or ():
+                    self.got[who].remove(each)
+                    del own[each]
+
+            def evicted(
+                self, who: int, key: str, needed: int, object_slots: int
+            ) -> list[str] | None:
+                """What has to go for an object; None if that is not enough."""
+                own = self.model[who]
                 free = object_slots - sum(slots for _, _, slots in own.values())
                 replaced = own[key][2] if key in own else 0
-                evictable = [other for other in got if other != key]
+                evictable = [other for other in self.got[who] if other != key]
                 most = free + sum(own[other][2] for other in evictable)
                 if needed > most + replaced:
-                    return False
+                    return None
                 if needed > most:
                     free += replaced
+                gone: list[str] = []
                 while needed > free:
-                    oldest = evictable.pop(0)
-                    got.remove(oldest)
-                    free += own.pop(oldest)[2]
-                return True
+                    gone.append(evictable.pop(0))
+                    free += own[gone[-1]][2]
+                return gone
 
             @rule(request=st.sampled_from(REQUESTS), shape=st.sampled_from(KEY_SHAPES))
             def get(self, request: str, shape: str) -> None:

@@ -216,7 +216,7 @@ class ObjectVerbs(ObjectFixtures):
         assert sender.put("0", "1", "r0_0_0_0_0", "replaced")[0]
         for i in range(1, self.object_slots, 2):
             sender.cleanup(f"r{i}")
-        overhead = sum(part.nbytes for part in encode(b""))
+        overhead = sum(part.nbytes for part in encode(b"")) + self.scattered_bytes
         content = os.urandom(self.object_slots // 2 * self.object_slot_bytes - overhead)
         assert sender.put("0", "1", "scattered", content)[0]
         assert receiver.get("0", "1", "scattered") == (content, len(content))

@@ -285,13 +285,16 @@ class MooncakeArena(RemoteArena):
         rows = buffer[: len(slot_ids) * length].reshape(len(slot_ids), length)
         return Fetched(rows, headers, functools.partial(self._engine.pool.give_back, buffer))
 
-    def take(self, slot_ids: Sequence[int], length: int, *, timeout: float) -> NDArray[np.uint8]:
-        ranges = self._ranges(slot_ids, self._geometry.slot_bytes)
-        left = length - (len(slot_ids) - 1) * self._geometry.slot_bytes
-        ranges[-1] = MemoryRange(ranges[-1].address, left)
-        buffer = self._fetch(ranges, time.monotonic() + timeout)
+    def take(self, ranges: Sequence[tuple[int, int]], *, timeout: float) -> NDArray[np.uint8]:
+        geometry = self._geometry
+        end = geometry.n_slots * geometry.slot_bytes
+        if any(at < 0 or size < 0 or at + size > end for at, size in ranges):
+            raise ProtocolError(f"{self.endpoint.address} has {end} bytes")
+        start = self._base + geometry.slots_at
+        wanted = [MemoryRange(start + at, size) for at, size in ranges]
+        buffer = self._fetch(wanted, time.monotonic() + timeout)
         # It is given back when its last array or memoryview is gone.
-        content = buffer[:length]
+        content = buffer[: sum(size for _, size in ranges)]
         weakref.finalize(content, self._engine.pool.give_back_later, buffer).atexit = False
         return content
 
