@@ -28,6 +28,7 @@ BENCHMARKS = (
     "eviction",
     "admission",
     "objects",
+    "chunks",
     "store",
     "file_store",
     "transfer_engine",

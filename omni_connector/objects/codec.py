@@ -41,6 +41,9 @@ MAX_DIMENSIONS: Final = 64
 ITEM_BYTES: Final = {
     "bool": 1,
     "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
     "int8": 1,
     "int16": 2,
     "int32": 4,

@@ -454,6 +454,9 @@ class ConnectorLink:
             if self._sender is not None:
                 found["sender_host"] = self._sender.host
                 found["sender_zmq_port"] = self._sender.port_of(self._topology().rank)
+        else:
+            # Without KV no port is opened before the first `put`.
+            found["role"] = settings.get("role", "receiver")
         return found
 
     def _default_port(self) -> int:

@@ -2,6 +2,7 @@
 """`OmniKVTransferManager`: the KV cache of finished requests, from one stage to the next."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -87,7 +88,8 @@ class OmniKVTransferManager:
         kv_payload_slicer: payload -> what this rank uses of it.
 
     Raises:
-        ConfigError: neither of the tensor-parallel sizes divides the other.
+        ConfigError: neither of the tensor-parallel sizes divides the other, or `recv_timeout` is no
+            number of seconds.
     """
 
     def __init__(
@@ -99,6 +101,8 @@ class OmniKVTransferManager:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         Topology(config.from_tp, config.to_tp)
+        if not 0 <= config.recv_timeout < math.inf:  # else a receiver would wait for ever
+            raise ConfigError(f"recv_timeout: {config.recv_timeout} is no number of seconds")
         self.config = config
         self.send_stages = config.send_stages()
         self.recv_stages = config.recv_stages()

@@ -73,3 +73,8 @@ def test_ranks_without_a_port_send_to_the_ranks_of_a_request_that_names_their_ho
             req = SimpleNamespace(request_id="r", kv_sender_info={"host": "127.0.0.1"})
             assert receiver.receive_kv_cache(req)
             assert torch.equal(req.past_key_values.key_cache[0], seq.key)
+
+
+def test_an_edge_without_kv_opens_no_port() -> None:
+    with manager(settings={"zmq_port": free_port()}) as idle:
+        assert "listen" not in idle.connector.health()

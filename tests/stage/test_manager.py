@@ -795,3 +795,9 @@ def test_the_traceback_of_a_start_is_logged_once(caplog: pytest.LogCaptureFixtur
     records = [record for record in caplog.records if "did not start" in record.message]
     assert len(records) == kv.stats.connector_failures > 2
     assert [bool(record.exc_info) for record in records] == [True] + [False] * (len(records) - 1)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_a_time_to_wait_that_has_no_end_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="recv_timeout"):
+        OmniKVTransferManager(OmniKVCacheConfig(recv_timeout=seconds))
