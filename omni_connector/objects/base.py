@@ -15,16 +15,31 @@ import re
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from omni_connector.errors import OmniError, PeerRefusedError
+from omni_connector.errors import (
+    ConfigError,
+    IncompatiblePeerError,
+    MissingDependencyError,
+    OmniError,
+    PeerRefusedError,
+)
 from omni_connector.objects import codec
 from omni_connector.objects.waits import FIRST_PAUSE_S, LAST_PAUSE_S, Waits, on_a_thread
 from omni_connector.runtime.backoff import Backoff
 from omni_connector.transports.base import Service
 
 logger = logging.getLogger(__name__)
+
+LASTING_ERRORS: Final = (
+    ConfigError,
+    IncompatiblePeerError,
+    MissingDependencyError,
+    PeerRefusedError,
+)
+"""Errors that are the same at the next try: they end a wait for an object at once."""
 
 _Object = TypeVar("_Object")
 
@@ -209,7 +224,32 @@ class OmniConnector(Service):
             The object and its size in bytes. None where it was not put (yet), its sender is gone,
             or reading it failed, which the log explains. Its tensors lie in one buffer, which is
             freed with the last of them.
+
+        Raises:
+            ValueError: `timeout` is nan.
         """
+        with suppress(*LASTING_ERRORS):  # `_get` has logged it
+            return self.get_or_raise(from_stage, to_stage, get_key, metadata, timeout=timeout)
+        return None
+
+    def get_or_raise(
+        self,
+        from_stage: str | int,
+        to_stage: str | int,
+        get_key: str,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        timeout: float = math.inf,
+    ) -> tuple[Any, int] | None:
+        """As `get`, for callers that try again: None is returned where that may help.
+
+        Raises:
+            ConfigError, IncompatiblePeerError, MissingDependencyError, PeerRefusedError: each
+                further try would fail, too.
+            ValueError: `timeout` is nan.
+        """
+        if math.isnan(timeout):
+            raise ValueError("timeout must be a number of seconds, not nan")
         if self.is_store:
             timeout = math.inf
         return self._get(ObjectKey(str(from_stage), str(to_stage), get_key), metadata, timeout)
@@ -231,11 +271,16 @@ class OmniConnector(Service):
                 may take longer.
 
         Returns:
-            As `get`. None at the deadline, or once `abandon_get` is called with this key.
+            As `get`. None at the deadline, once `abandon_get` is called with this key, or at once
+            where each further try would fail, too (`get_or_raise`).
+
+        Raises:
+            ValueError: `deadline` is nan or infinite.
         """
+        _check_deadline(deadline)
         key = ObjectKey(str(from_stage), str(to_stage), get_key)
         pauses = Backoff(FIRST_PAUSE_S, LAST_PAUSE_S)
-        with self._waits.begin(get_key) as abandoned:
+        with suppress(*LASTING_ERRORS), self._waits.begin(get_key) as abandoned:
             while (left := deadline - time.monotonic()) > 0 and not abandoned.is_set():
                 found = self._get(key, metadata, left)
                 left = deadline - time.monotonic()
@@ -279,14 +324,18 @@ class OmniConnector(Service):
         """`get` from asyncio, or with a deadline `get_with_deadline`.
 
         The loop runs on meanwhile, and no thread is taken while the object is not there yet.
+
+        Raises:
+            ValueError: `deadline` is nan or infinite.
         """
         if deadline is None:
             return await on_a_thread(
                 functools.partial(self.get, from_stage, to_stage, get_key, metadata)
             )
+        _check_deadline(deadline)
         key = ObjectKey(str(from_stage), str(to_stage), get_key)
         pauses = Backoff(FIRST_PAUSE_S, LAST_PAUSE_S)
-        with self._waits.begin(get_key) as abandoned:
+        with suppress(*LASTING_ERRORS), self._waits.begin(get_key) as abandoned:
             while (left := deadline - time.monotonic()) > 0 and not abandoned.is_set():
                 found = await on_a_thread(functools.partial(self._get, key, metadata, left))
                 left = deadline - time.monotonic()
@@ -320,4 +369,11 @@ class OmniConnector(Service):
             # Of a peer that refuses, the connector has warned once.
             level = logging.DEBUG if isinstance(error, PeerRefusedError) else logging.WARNING
             logger.log(level, "get of %s failed: %s", key, error)
+            if isinstance(error, LASTING_ERRORS):
+                raise
             return None
+
+
+def _check_deadline(deadline: float) -> None:
+    if not math.isfinite(deadline):
+        raise ValueError(f"deadline must be a time of time.monotonic(), not {deadline}")

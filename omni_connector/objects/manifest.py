@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from omni_connector.arena.format import format_versions
-from omni_connector.errors import IntegrityError
+from omni_connector.errors import IncompatiblePeerError, IntegrityError
 from omni_connector.net.status import plain
 from omni_connector.objects.object_store import host_bytes
 
@@ -65,6 +65,7 @@ class Version(msgspec.Struct, frozen=True):
             digest: that of the key.
 
         Raises:
+            IncompatiblePeerError: another version of this package wrote it.
             IntegrityError: this is no manifest of the key's object, or has another length.
         """
         if manifest.size < CONTENT_AT:
@@ -75,7 +76,7 @@ class Version(msgspec.Struct, frozen=True):
         if magic != _MAGIC and magic.startswith(_MAGIC[:-1]):
             theirs_format = plain(magic[-1:].decode("latin-1"))
             ours, theirs = format_versions(_MAGIC[-1:].decode(), theirs_format)
-            raise IntegrityError(f"the manifest has format {theirs}, this side reads {ours}")
+            raise IncompatiblePeerError("the format of manifests", ours, theirs)
         if magic != _MAGIC or fields_checksum != xxhash.xxh3_64_intdigest(fields):
             raise IntegrityError("what is under the key is no manifest of an object")
         if own != digest:

@@ -330,9 +330,7 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
 
     def _way(self, address: HostPort) -> "Callable[[float], _TcpLine]":
         if not self._may_ask(address.host):
-            raise TransportError(
-                f"{address.host} is none of the hosts in `peers`, nor `sender_host`"
-            )
+            raise ConfigError(f"{address.host} is none of the hosts in `peers`, nor `sender_host`")
         self._require_key(address.host)
         return lambda deadline: self._connect(address, deadline)
 

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector of a transfer manager: it is made at first use, and puts and gets payloads."""
 
+import functools
 import logging
 import math
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from omni_connector.errors import TransportError
 from omni_connector.net.peers import MAX_PORT, parse_host
-from omni_connector.objects.base import OmniConnector
+from omni_connector.objects.base import LASTING_ERRORS, OmniConnector
 from omni_connector.objects.codec import Pieces
 from omni_connector.objects.factory import (
     ENGINE_PORT,
@@ -174,10 +175,9 @@ class ConnectorLink:
     @property
     def connector(self) -> Any:
         """The connector; None if none is configured, it did not start, or this is closed."""
-        with self._lock:
-            if self._connector is None and not self._closed:
-                self._connector = self._create()
-            return self._connector
+        with suppress(*LASTING_ERRORS):  # `_create` has logged it
+            return self._connector_or_raise()
+        return None
 
     @property
     def configured(self) -> bool:
@@ -197,6 +197,7 @@ class ConnectorLink:
 
         Raises:
             TransportError: three tries failed, 0.1 s and 0.2 s apart.
+            ConfigError, MissingDependencyError: each try would fail.
             ValueError, TypeError: as `KVCacheTransferData.to_bytes`.
         """
         packed: Any = None
@@ -206,7 +207,7 @@ class ConnectorLink:
             if attempt:
                 self.count(send_retries=1)
                 self._sleep(backoff.failed())
-            connector = self.connector
+            connector = self._connector_or_raise()
             if connector is None:
                 reason = "there is no connector"
                 continue
@@ -247,6 +248,8 @@ class ConnectorLink:
 
         Raises:
             ValueError: what came is no whole payload.
+            ConfigError, IncompatiblePeerError, MissingDependencyError, PeerRefusedError: each
+                further try would fail.
         """
         found: dict[str, tuple[dict[str, Any], int, str]] = {}
         deadline = self._clock() + timeout
@@ -359,18 +362,18 @@ class ConnectorLink:
         deadline: float,
         told: set[str],
     ) -> Any:
-        connector = self.connector
+        connector = self._connector_or_raise()
         if connector is None:
             return None
-        # Connectors of others know no timeout.
-        limit: dict[str, float] = {}
-        if isinstance(connector, OmniConnector):
-            limit["timeout"] = max(deadline - self._clock(), LEAST_ASK_S)
+        get = connector.get
+        if isinstance(connector, OmniConnector):  # connectors of others know no timeout
+            left = max(deadline - self._clock(), LEAST_ASK_S)
+            get = functools.partial(connector.get_or_raise, timeout=left)
         try:
             metadata = self._place(connector, rank)
-            return connector.get(
-                from_stage=stages[0], to_stage=stages[1], get_key=key, metadata=metadata, **limit
-            )
+            return get(from_stage=stages[0], to_stage=stages[1], get_key=key, metadata=metadata)
+        except LASTING_ERRORS:
+            raise
         except Exception as error:
             # As for `put`; the next poll may succeed, or fail for the same reason.
             reason = f"{type(error).__name__}: {error}"
@@ -410,6 +413,12 @@ class ConnectorLink:
         with self._lock:
             self._keys[request_id] = {*self._keys.get(request_id, ()), key}
 
+    def _connector_or_raise(self) -> Any:
+        with self._lock:
+            if self._connector is None and not self._closed:
+                self._connector = self._create()
+            return self._connector
+
     def _create(self) -> Any:
         settings = dict(self._config.connector_config or {})
         name = settings.pop("type", None)
@@ -429,6 +438,8 @@ class ConnectorLink:
             first = not self.stats.connector_failures
             logger.warning("Connector %s did not start: %s", name, error, exc_info=first)
             self.count(connector_failures=1)
+            if isinstance(error, LASTING_ERRORS):
+                raise
             return None
         return connector
 

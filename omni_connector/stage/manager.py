@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from omni_connector.errors import ConfigError, TransportError
+from omni_connector.errors import ConfigError, OmniError
 from omni_connector.stage import branches, contract
 from omni_connector.stage.config import OmniKVCacheConfig, read_model_config, read_vllm_config
 from omni_connector.stage.distributed import (
@@ -187,7 +187,7 @@ class OmniKVTransferManager:
         )
 
     def send_kv_cache(self, kv_data: KVCacheTransferData) -> bool:
-        """Send the KV of one request to the next stage, in three tries.
+        """Send the KV of one request to the next stage, in three tries where that may help.
 
         Args:
             kv_data: what `extract_kv_cache` returned.
@@ -268,7 +268,8 @@ class OmniKVTransferManager:
         Returns:
             request_id, layer_blocks, block_ids and metadata in a dict, and the bytes received;
             (None, 0) if it did not come in time, came damaged, this stage does not receive, or the
-            request is one of a warm-up run.
+            request is one of a warm-up run; at once where waiting would not help, because the
+            settings are wrong or the sender refuses.
         """
         if not self.config.need_recv_cache or branches.is_dummy(request_id):
             logger.debug("request %s: no KV cache is to be received", request_id)
@@ -593,7 +594,7 @@ class OmniKVTransferManager:
                 self._link.put(stages, key, part, request_id)
                 for key, part in zip(keys, parts, strict=True)
             )
-        except TransportError:
+        except OmniError:
             # Some receivers must not find their part where others never will.
             if len(keys) > 1:
                 self._link.cleanup(request_id)

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from omni_connector.errors import IntegrityError
+from omni_connector.errors import IncompatiblePeerError, IntegrityError
 from omni_connector.objects import manifest, object_store
 from omni_connector.objects.manifest import Version
 
@@ -27,3 +27,13 @@ def test_the_hosts_memory_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_object_that_no_memory_holds_is_refused() -> None:
     with pytest.raises(IntegrityError, match="bytes in fragments of"):
         read(Version.new(DIGEST, 1 << 60))
+
+
+def test_a_manifest_of_another_version_is_told_from_a_damaged_one() -> None:
+    content = bytearray(Version.new(DIGEST, 1 << 30).encode())
+    content[len(b"omniobj")] += 1
+    with pytest.raises(IncompatiblePeerError, match="another version of omni-connector"):
+        Version.decode(np.frombuffer(content, np.uint8), DIGEST)
+    content[0] += 1
+    with pytest.raises(IntegrityError):
+        Version.decode(np.frombuffer(content, np.uint8), DIGEST)

@@ -126,7 +126,8 @@ def test_a_host_that_is_not_allowed_is_not_asked(make: Make, caplog: Any) -> Non
     receiver = make(role="receiver", peers=["10.1.0.0/16"], object_timeout=HOUR_S)
     for host in ("10.2.0.1", "db.internal"):
         hint = {"source_host": host, "source_port": 80}
-        assert receiver.get(*EDGE, "key", hint) is None
+        hour = time.monotonic() + HOUR_S
+        assert receiver.get_with_deadline(*EDGE, "key", hint, deadline=hour) is None
         assert "`peers`" in caplog.text
         caplog.clear()
     assert not inspection.senders_asked(receiver)
@@ -334,6 +335,9 @@ def test_a_sender_of_another_version_is_named_once(
     _, _, metadata = sender.put(*EDGE, "key", b"object")
     for _ in range(3):
         assert receiver.get(*EDGE, "key", metadata) is None
+    # Nor is it asked again by who waits.
+    hour = time.monotonic() + HOUR_S
+    assert receiver.get_with_deadline(*EDGE, "key", metadata, deadline=hour) is None
     said = [each.getMessage() for each in caplog.records if "No object is found" in each.msg]
     assert len(said) == 1
     assert f"at {sender.listen()}: the peer refuses" in said[0]

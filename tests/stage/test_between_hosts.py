@@ -5,9 +5,12 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from omni_connector.objects import mooncake as objects_mooncake
+from omni_connector.objects.exchange import Read
 from omni_connector.stage import link
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.extract import KVLayout
@@ -73,6 +76,29 @@ def test_ranks_without_a_port_send_to_the_ranks_of_a_request_that_names_their_ho
             req = SimpleNamespace(request_id="r", kv_sender_info={"host": "127.0.0.1"})
             assert receiver.receive_kv_cache(req)
             assert torch.equal(req.past_key_values.key_cache[0], seq.key)
+
+
+def test_a_sender_that_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port() - KV_OFFSET
+    with ExitStack() as stack:
+        sender = stack.enter_context(manager(need_send_cache=True, settings={"zmq_port": port}))
+        receiver = stack.enter_context(manager(need_recv_cache=True))
+        receiver.config.recv_timeout = 3600.0  # who polls hangs
+        receiver.update_sender_info({"host": "127.0.0.1", "zmq_port": port + KV_OFFSET})
+        assert sender.connector.health()["status"] == "healthy"
+        with monkeypatch.context() as patched:
+            patched.setattr(objects_mooncake, "QUESTIONS", msgspec.msgpack.Decoder(Read))
+            assert receiver.receive_kv_cache_for_request("r") == (None, 0)
+        assert (receiver.stats.receive_failures, receiver.stats.receive_timeouts) == (1, 0)
+        # What it refuses once, it may answer to the next request.
+        seq = sequence(21, heads=2, dim=8, block_size=16, num_blocks=4)
+        finished = {"r": {"block_ids": seq.block_ids, "seq_len": 21}}
+        sender.handle_finished_requests_kv_transfer(
+            finished, [cache_of(seq, "pair")], 16, "float32"
+        )
+        data, _ = receiver.receive_kv_cache_for_request("r")
+        assert data is not None
+        assert torch.equal(data["layer_blocks"]["key_cache"][0], seq.key)
 
 
 def test_an_edge_without_kv_opens_no_port() -> None:

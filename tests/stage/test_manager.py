@@ -4,6 +4,7 @@
 import json
 import logging
 import threading
+import time
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -11,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from omni_connector.errors import ConfigError
+from omni_connector.errors import (
+    ChecksumError,
+    ConfigError,
+    IncompatiblePeerError,
+    MissingDependencyError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    TransportError,
+)
 from omni_connector.objects.base import OmniConnector
 from omni_connector.objects.factory import OmniConnectorFactory
 from omni_connector.stage import link
@@ -158,6 +167,10 @@ def test_send_with_retry() -> None:
     assert (kv.stats.sent, kv.stats.send_retries, kv.stats.send_failures) == (1, 2, 0)
 
 
+def _no_port(extra: dict) -> DictConnector:
+    raise OSError("no port yet")
+
+
 @pytest.mark.parametrize("failure", ["refused", "raised", "no connector"])
 def test_a_failed_send_is_told_and_its_blocks_are_free_all_the_same(
     failure: str, caplog: pytest.LogCaptureFixture
@@ -170,7 +183,7 @@ def test_a_failed_send_is_told_and_its_blocks_are_free_all_the_same(
         return False, 0, None
 
     connector.on_put = fail
-    config = {"connector_config": {"type": "NoSuchConnector"}} if failure == "no connector" else {}
+    config = {"connector_config": {"type": register(_no_port)}} if failure == "no connector" else {}
     kv = manager(connector, **config)
     assert not send(kv, sequence())
     assert kv.time.slept == [0.1, 0.2]
@@ -789,12 +802,77 @@ def test_counters_and_failures_are_json() -> None:
 
 
 def test_the_traceback_of_a_start_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    kv = manager(connector_config={"type": "NoSuchConnector"})
+    kv = manager(connector_config={"type": register(_no_port)})
     with caplog.at_level(logging.WARNING):
         assert kv.receive_kv_cache_for_request("r") == (None, 0)
     records = [record for record in caplog.records if "did not start" in record.message]
     assert len(records) == kv.stats.connector_failures > 2
     assert [bool(record.exc_info) for record in records] == [True] + [False] * (len(records) - 1)
+
+
+def _without_dependency(extra: dict) -> DictConnector:
+    raise MissingDependencyError("pip install it")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"type": "NoSuchConnector"}, "NoSuchConnector"),
+        ({"type": "SharedMemoryConnector", "object_gibs": 1}, "object_gib"),
+        ({"type": register(_without_dependency)}, "pip install it"),
+    ],
+)
+def test_a_connector_that_can_never_start_ends_a_request_at_once(
+    config: dict, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv = manager(connector_config=config)
+    assert kv.receive_kv_cache_for_request("r") == (None, 0)
+    assert reason in caplog.text
+    assert not send(kv, sequence())
+    assert reason in kv.last_failures["r"]
+    assert kv.time.slept == []
+    assert (kv.stats.receive_failures, kv.stats.receive_timeouts) == (1, 0)
+    # Each request tries once: the name may be registered meanwhile.
+    assert kv.stats.connector_failures == 2
+
+
+class Failing(OmniConnector):
+    """Finds nothing, for a reason."""
+
+    transport = "failing"
+    store_object = drop_objects = close = lambda self, *arguments: None
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def load_object(self, key: object, metadata: object, *, timeout: float) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (PeerRefusedError("no"), True),
+        (IncompatiblePeerError("protocol", 1, 2), True),
+        (ConfigError("key_file is needed"), True),
+        (MissingDependencyError("torch"), True),
+        (PeerUnreachableError("gone"), False),
+        (TransportError("closed"), False),
+        (ChecksumError("wrong"), False),
+        (OSError("no descriptors"), False),
+    ],
+)
+def test_a_refusal_ends_a_wait_and_a_failure_that_may_pass_does_not(
+    error: Exception, ends: bool
+) -> None:
+    failing = Failing(error)
+    kv = manager(failing)
+    assert kv.receive_kv_cache_for_request("r") == (None, 0)
+    assert sum(kv.time.slept) == (0 if ends else pytest.approx(2.0))
+    assert (kv.stats.receive_failures, kv.stats.receive_timeouts) == (ends, not ends)
+    assert failing.get("0", "1", "k") is None
+    waited = failing.get_with_deadline("0", "1", "k", deadline=time.monotonic() + 0.05)
+    assert waited is None
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])

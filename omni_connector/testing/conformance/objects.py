@@ -2,6 +2,7 @@
 """What a transport has to do with objects: pass them whole, keep them, free them."""
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -292,6 +293,18 @@ class ObjectVerbs(ObjectFixtures):
         for deadline in (time.monotonic() + 0.3, time.monotonic()):
             assert receiver.get_with_deadline("0", "1", "never", deadline=deadline) is None
             assert time.monotonic() >= deadline
+
+    @pytest.mark.parametrize("never", [math.nan, math.inf, -math.inf])
+    def test_a_wait_must_have_an_end(self, open_connector: Open, never: float) -> None:
+        receiver = open_connector()
+        receiver.put("0", "1", "key", "object")
+        with pytest.raises(ValueError, match="deadline"):
+            receiver.get_with_deadline("0", "1", "key", deadline=never)
+        with pytest.raises(ValueError, match="deadline"):
+            asyncio.run(receiver.get_async("0", "1", "key", deadline=never))
+        with pytest.raises(ValueError, match="timeout"):
+            receiver.get("0", "1", "key", timeout=math.nan)
+        assert receiver.get("0", "1", "key", timeout=math.inf) is not None
 
     def test_a_wait_that_is_abandoned_ends(self, open_connector: Open) -> None:
         receiver = open_connector()
