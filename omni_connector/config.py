@@ -57,7 +57,7 @@ _SHOWN_CHARS = 200
 MAX_ORPHAN_S: Final = 86400.0
 """Longest time, in seconds, for which the arena of an engine that has ended may be kept: a day."""
 
-HintName = Literal["no", "prefetch", "pin_s", "thinking"]
+HintName = Literal["no", "prefetch", "pin_s", "thinking", "over"]
 """A hint of a request: `no` is a value of `cache`."""
 
 ALL_HINTS: Final[tuple[HintName, ...]] = get_args(HintName)

@@ -190,7 +190,8 @@ class SlotPool:
         self._stripes = 1 + max((each for each in self._stripe_of if each is not None), default=0)
         self._free_by_stripe = count_by_stripe(np.arange(num_slots), self._stripes)
         self._order = EvictionOrder(num_slots, self._stripes)
-        self._pinned_until = np.zeros(num_slots)
+        # When the pins end that requests have asked for by themselves, and those of sessions.
+        self._pinned_until, self._session_until = np.zeros(num_slots), np.zeros(num_slots)
         self._next_end = float("inf")  # the earliest end of a pin
 
     def counts(self) -> tuple[int, int, int]:
@@ -464,7 +465,7 @@ class SlotPool:
             return np.ones(len(keys), bool)
         return self._order.admits(_content_hashes(group, keys), prompts)
 
-    def pin(self, slot_ids: Ints, until: Floats | float) -> int:
+    def pin(self, slot_ids: Ints, until: Floats | float, of_session: Bools | bool = False) -> int:
         """Pin slots that `find` has found: they are not evicted before their pins end.
 
         A pin ends when `end_pins` finds its time over, and when its block goes: with `forget`, or
@@ -474,6 +475,7 @@ class SlotPool:
             slot_ids: in the order of their prompts, each once. As many as `PIN_PART` allows are
                 pinned, the first of them.
             until: when the pins end, by the caller's clock, or an array with the end of each.
+            of_session: which of the pins `end_session_pins` ends.
 
         Returns:
             Number of these slots that are pinned now.
@@ -485,8 +487,12 @@ class SlotPool:
         if not len(pinned):
             return 0
         ends = np.ceil(np.broadcast_to(until, len(slot_ids))[granted] / _PIN_TICK_S) * _PIN_TICK_S
-        former = self._pinned_until[pinned] * self.pinned(pinned)
-        self._pinned_until[pinned] = np.maximum(former, ends)
+        of_session = np.broadcast_to(of_session, len(slot_ids))[granted]
+        for until_of, asked in (
+            (self._pinned_until, np.where(of_session, 0.0, ends)),
+            (self._session_until, np.where(of_session, ends, 0.0)),
+        ):
+            until_of[pinned] = np.maximum(until_of[pinned] * self.pinned(pinned), asked)
         self._next_end = min(self._next_end, float(ends.min()))
         self._order.pin(pinned[::-1], pinned=True)
         return len(pinned)
@@ -500,7 +506,7 @@ class SlotPool:
         if now < self._next_end:
             return
         slot_ids = np.flatnonzero(self._order.pinned)
-        ends = self._pinned_until[slot_ids]
+        ends = np.maximum(self._pinned_until[slot_ids], self._session_until[slot_ids])
         due = slot_ids[ends <= now]
         self._next_end = float(ends[ends > now].min(initial=np.inf))
         if len(due):
@@ -513,7 +519,8 @@ class SlotPool:
         """When the first of the pins of these slots ends; 0 if one of them is not pinned."""
         if not len(slot_ids) or not self.pinned(slot_ids).all():
             return 0.0
-        return float(self._pinned_until[slot_ids].min())
+        until = np.maximum(self._pinned_until[slot_ids], self._session_until[slot_ids])
+        return float(until.min())
 
     def cached(self) -> Ints:
         """The cached slots, pinned ones included, in ascending order."""
@@ -533,6 +540,17 @@ class SlotPool:
         self._keyed[cached] = False
         self._settle(cached)
         return len(cached)
+
+    def end_session_pins(self, slot_ids: Ints, now: float) -> int:
+        """End the pins that these slots, each named once, have for sessions; returns how many of
+        the slots are not pinned any more."""
+        slot_ids = slot_ids[self.pinned(slot_ids) & (self._session_until[slot_ids] > 0)]
+        self._session_until[slot_ids] = 0.0
+        over = slot_ids[self._pinned_until[slot_ids] <= now]
+        if len(over):
+            self._order.pin(over[::-1], pinned=False)
+            self.releases += 1
+        return len(over)
 
     def hold(self, slot_ids: Ints) -> None:
         """Add a user to slots that are held already."""

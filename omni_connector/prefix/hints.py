@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints of requests to the prefix cache: `omni: {...}` in their `kv_transfer_params`, or `omni_...`
-in their `vllm_xargs`. Routers forward both unchanged.
+"""Hints of requests to the prefix cache: `omni_hints: {...}` (or `omni`) in their
+`kv_transfer_params`, or `omni_...` in their `vllm_xargs`. Routers forward both unchanged.
 
 A hint that cannot be followed is counted, and the request goes on without it. No hint gives one
 client the blocks of another, because a block's key includes the cache salt.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal
 
@@ -19,8 +20,8 @@ from omni_connector.arena.slot_pool import NONE, Bools, Floats
 from omni_connector.config import HintName
 from omni_connector.errors import unknown
 
-KEY: Final = "omni"
-"""The key of the hints in `kv_transfer_params`."""
+KEYS: Final = ("omni", "omni_hints")
+"""Keys of the hints in `kv_transfer_params`. Of a hint under both, the second counts."""
 
 XARGS_PREFIX: Final = "omni_"
 """Names of hints begin with this in vLLM's `extra_args`, where `vllm_xargs` arrive."""
@@ -28,8 +29,22 @@ XARGS_PREFIX: Final = "omni_"
 MAX_PIN_S: Final = 86400.0
 """Longest pin that a request may ask for, in seconds: a day."""
 
-# Most hints that a request may have. If it has more, none is read.
+# Most hints that a request may have in one place. If it has more, none is read there.
 _MAX_HINTS: Final = 16
+
+_MAX_NAME: Final = 128  # characters of a session's name
+
+
+class PinPrefix(msgspec.Struct, frozen=True):
+    """A pin in the words of Dynamo's `pin_prefix`.
+
+    Attributes:
+        token_ids: with which the prompt begins; the full blocks of these are pinned.
+        ttl_seconds: for how long.
+    """
+
+    token_ids: tuple[int, ...]
+    ttl_seconds: Annotated[float, Meta(ge=0, le=MAX_PIN_S)]
 
 
 class Hints(msgspec.Struct, frozen=True):
@@ -41,35 +56,73 @@ class Hints(msgspec.Struct, frozen=True):
         prefetch: whether the request is sent only to bring its blocks into this engine's arena.
         thinking: `drop`: the blocks of its answer are not kept from where the model begins to
             think; `keep`: they are; None: they are if it asks for the arena.
+        session: whose newer requests end the pins of older ones; see `sessions`.
+        over: whether the session ends with this request: its blocks are let go.
+        pin_until: `pin_s` by the clock: Unix time in seconds.
+        pin_prefix: `pin_s` for a part of the prompt.
+        pinned_tokens: the leading tokens whose blocks `pin_s` is for; 0: all. No hint by itself.
     """
 
     cache: Literal["no", "normal"] = "normal"
     pin_s: Annotated[float, Meta(ge=0, le=MAX_PIN_S)] = 0.0
     prefetch: bool = False
     thinking: Literal["keep", "drop"] | None = None
+    session: Annotated[str, Meta(max_length=_MAX_NAME)] = ""
+    over: bool = False
+    pin_until: Annotated[float, Meta(ge=0)] = 0.0
+    pin_prefix: PinPrefix | None = None
+    pinned_tokens: int = 0
 
     @property
     def keeps_here(self) -> bool:
         """Whether this engine's arena keeps each of its blocks: also those that a neighbour has
         already, and those that would be passed over."""
-        return self.prefetch or self.pin_s > 0
+        pins = self.pin_s > 0 or self.pin_until > 0 or self.pin_prefix is not None
+        return self.prefetch or pins
 
     def allowed(self, names: Collection[HintName]) -> "tuple[Hints, int]":
         """The hints that the operator allows, and the number of hints that were refused."""
-        cache = self.cache if self.cache == "normal" or self.cache in names else "normal"
-        pin_s = self.pin_s if "pin_s" in names else 0.0
-        prefetch = self.prefetch and "prefetch" in names
-        thinking = self.thinking if "thinking" in names else None
-        allowed = Hints(cache, pin_s, prefetch, thinking)
-        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(allowed), strict=True)
-        return allowed, sum(asked != given for asked, given in pairs)
+        refused: dict[str, Any] = {}
+        if self.cache != "normal" and self.cache not in names:
+            refused["cache"] = "normal"
+        for name, value in (("pin_s", 0.0), ("prefetch", False), ("thinking", None)):
+            if getattr(self, name) != value and name not in names:
+                refused[name] = value
+        if self.over and "over" not in names:
+            refused["over"] = False
+        return msgspec.structs.replace(self, **refused) if refused else self, len(refused)
+
+    def parts(self, first: int, blocks: int, block_size: int) -> "list[tuple[range, Hints]]":
+        """The hints for consecutive blocks of a group: the places of blocks, and what they have.
+
+        Args:
+            first: the index of the first of the blocks in its group.
+            blocks: their number.
+            block_size: their tokens.
+        """
+        pinned = blocks
+        if self.pinned_tokens:
+            pinned = min(max(0, self.pinned_tokens // block_size - first), blocks)
+        if pinned == blocks:
+            return [(range(blocks), self)]
+        rest = msgspec.structs.replace(self, pin_s=0.0)
+        return [(range(pinned), self), (range(pinned, blocks), rest)]
 
     def joined(self, other: "Hints") -> "Hints":
-        """The hints for a block of two requests: the stronger of each."""
-        return Hints(pin_s=max(self.pin_s, other.pin_s), prefetch=self.prefetch or other.prefetch)
+        """The hints for a block of two requests: the stronger of each. A pin of a request without
+        a session is not ended with one."""
+        pins = [each for each in (self, other) if each.pin_s]
+        session = pins[0].session if pins and all(each.session for each in pins) else ""
+        return Hints(
+            pin_s=max(self.pin_s, other.pin_s),
+            prefetch=self.prefetch or other.prefetch,
+            session=session,
+        )
 
 
 NO_HINTS: Final = Hints()
+
+_NAMES: Final = tuple(name for name in Hints.__struct_fields__ if name != "pinned_tokens")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,6 +226,13 @@ class FilledBlocks:
         return np.array([each.keeps_here for each in self.hints], bool)
 
     @property
+    def of_sessions(self) -> Bools:
+        """Which blocks are pinned for a session."""
+        if self.hints is None:
+            return np.zeros(len(self.keys), bool)
+        return np.array([bool(each.session) for each in self.hints], bool)
+
+    @property
     def pins_s(self) -> Floats:
         """For how many seconds hints ask to pin each block; 0 for no pin."""
         if self.hints is None:
@@ -181,7 +241,10 @@ class FilledBlocks:
 
 
 def read_hints(
-    params: Mapping[Any, Any], extra_args: Mapping[Any, Any] | None = None
+    params: Mapping[Any, Any],
+    extra_args: Mapping[Any, Any] | None = None,
+    token_ids: Sequence[int] | None = None,
+    now: Callable[[], float] = time.time,
 ) -> tuple[Hints, int]:
     """The hints of a request, and the number of its hints that are unknown, wrong or contradict.
 
@@ -189,22 +252,52 @@ def read_hints(
         params: `kv_transfer_params`, from outside. Their hints win over those of `extra_args`.
         extra_args: of the sampling parameters, from outside. vLLM turns booleans of `vllm_xargs`
             into numbers, and users may write numbers as texts, so both are converted.
+        token_ids: of the prompt; None where it has none.
+        now: Unix time in seconds.
 
-    >>> read_hints({"omni": {"pin_s": 60}}, {"omni_prefetch": 1, "omni_cache": "maybe"})
-    (Hints(cache='normal', pin_s=60.0, prefetch=True, thinking=None), 1)
+    >>> read_hints({"omni": {"pin_s": 60}}, {"omni_prefetch": 1, "omni_cache": "maybe"})[1]
+    1
     """
+    known: dict[str, Any] = {}
+    bad = 0
+    for _, given, strict in _places(params, extra_args):
+        fitting, wrong = _fitting(given, strict=strict)
+        known |= fitting
+        bad += wrong
+    hints = Hints(**known)
+    if (hints.cache == "no" or hints.over) and hints.keeps_here:
+        over = hints.over and hints.session != ""
+        return Hints(hints.cache, session=hints.session, over=over), bad + 1
+    if hints.over and not hints.session:
+        return msgspec.structs.replace(hints, over=False), bad + 1
+    if (until := hints.pin_until) > 0:
+        left = min(max(0.0, until - now()), MAX_PIN_S)
+        hints = msgspec.structs.replace(hints, pin_until=0.0, pin_s=max(hints.pin_s, left))
+    if (part := hints.pin_prefix) is not None:
+        hints = msgspec.structs.replace(hints, pin_prefix=None)
+        begins = token_ids is not None and [*token_ids[: len(part.token_ids)]] == [*part.token_ids]
+        if hints.pin_s or not begins:
+            bad += 1
+        else:
+            tokens = len(part.token_ids)
+            hints = msgspec.structs.replace(hints, pin_s=part.ttl_seconds, pinned_tokens=tokens)
+    return hints, bad
+
+
+def _places(
+    params: Mapping[Any, Any], extra_args: Mapping[Any, Any] | None
+) -> Iterator[tuple[str, object, bool]]:
+    """Where a request may have hints: the place's name, what stands there, and whether values must
+    have their types. What stands in a later place wins."""
     named = {
         name.removeprefix(XARGS_PREFIX): value
         for name, value in (extra_args or {}).items()
         if isinstance(name, str) and name.startswith(XARGS_PREFIX)
     }
-    xargs, bad_xargs = _fitting(named, strict=False)
-    known, bad = _fitting({} if (given := params.get(KEY)) is None else given, strict=True)
-    bad += bad_xargs
-    hints = Hints(**{**xargs, **known})
-    if hints.cache == "no" and hints.keeps_here:
-        return Hints("no"), bad + 1
-    return hints, bad
+    yield "vllm_xargs", named, False
+    for key in KEYS:
+        if (given := params.get(key)) is not None:
+            yield key, given, True
 
 
 def _fitting(given: object, *, strict: bool) -> tuple[dict[str, Any], int]:
@@ -213,7 +306,7 @@ def _fitting(given: object, *, strict: bool) -> tuple[dict[str, Any], int]:
         return {}, 1
     known: dict[str, Any] = {}
     for key, value in given.items():
-        if key in Hints.__struct_fields__:
+        if key in _NAMES:
             try:
                 known[key] = getattr(msgspec.convert({key: value}, Hints, strict=strict), key)
             except (msgspec.ValidationError, UnicodeError, RecursionError):
@@ -227,23 +320,17 @@ def wrong_hint(
     """What is wrong with the first hint that `read_hints` counts, and what was meant; None where
     each hint fits by itself.
 
-    >>> wrong_hint({"omni": {"prefech": True}})
-    "unknown hint 'prefech'; did you mean 'prefetch'? Known are cache, pin_s, prefetch, thinking"
+    >>> wrong_hint({"omni": {"prefech": True}})[:47]
+    "unknown hint 'prefech'; did you mean 'prefetch'"
     """
-    given = params.get(KEY)
-    if given is not None and not isinstance(given, Mapping):
-        return f"{KEY} must be an object of hints, not {type(given).__name__}"
-    named = {
-        name.removeprefix(XARGS_PREFIX): value
-        for name, value in (extra_args or {}).items()
-        if isinstance(name, str) and name.startswith(XARGS_PREFIX)
-    }
-    for hints, strict in ((given or {}, True), (named, False)):
+    for place, hints, strict in reversed(list(_places(params, extra_args))):
+        if not isinstance(hints, Mapping):
+            return f"{place} must be an object of hints, not {type(hints).__name__}"
         if len(hints) > _MAX_HINTS:
             return f"a request may have {_MAX_HINTS} hints, not {len(hints)}"
         for key, value in hints.items():
-            if key not in Hints.__struct_fields__:
-                return unknown("hint", key, Hints.__struct_fields__)
+            if key not in _NAMES:
+                return unknown("hint", key, _NAMES)
             try:
                 msgspec.convert({key: value}, Hints, strict=strict)
             except (msgspec.ValidationError, UnicodeError, RecursionError) as error:

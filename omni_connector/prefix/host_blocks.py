@@ -479,15 +479,39 @@ class HostBlocks:
         asked = [i for i in np.flatnonzero(pins_s).tolist() if blocks.keys[i] not in waits]
         if not asked:
             return
-        pins_s = pins_s[asked]
+        pins_s, of_sessions = pins_s[asked], blocks.of_sessions[asked]
         keys = [blocks.keys[i] for i in asked]
         for group in groups:
             with self._pool.lock:
                 slots = self._pool.places(group, keys)
                 there = slots >= 0
-                pinned = self._pool.pin(slots[there], self._clock() + pins_s[there])
+                until = self._clock() + pins_s[there]
+                pinned = self._pool.pin(slots[there], until, of_sessions[there])
             if refused := len(keys) - pinned:
                 self._stats.count("pins_refused", refused)
+
+    def end_session_pins(self, keys: Sequence[list[bytes]]) -> int:
+        """End the pins that blocks have for sessions, by their keys in each group; returns how many
+        slots are not pinned any more."""
+        ended = 0
+        for numbers, of_group in zip(self._slot_groups, keys, strict=True):
+            for number in numbers:
+                with self._pool.lock:
+                    places = self._pool.places(number, of_group)
+                    slots = np.unique(places[places >= 0])
+                    ended += self._pool.end_session_pins(slots, self._clock())
+        return ended
+
+    def let_go(self, keys: Sequence[list[bytes]]) -> int:
+        """Free the slots of blocks that nobody holds or has pinned, by their keys in each group;
+        returns how many."""
+        freed = 0
+        for numbers, of_group in zip(self._slot_groups, keys, strict=True):
+            for number in numbers:
+                with self._pool.lock:
+                    slots = self._pool.find(number, of_group)
+                    freed += self._pool.drop(slots[~self._pool.pinned(slots)])
+        return freed
 
     def _living(self) -> Sequence[Neighbour]:
         """This engine and its neighbours. Orphans do not count, as they go soon: what is read from

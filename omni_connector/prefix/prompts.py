@@ -92,6 +92,7 @@ class SharedPrompt:
     from_tail: int = 0  # tokens of a tail among those that its loads bring
     failure: str | None = None  # of the first of its loads that failed
     void: bool = False  # its loads under way are of KV of other weights
+    session_state: int | None = None  # its number, if it names a session; see `sessions`
 
     def full_hashes(self, group: int, first: int, end: int | None) -> list[bytes]:
         """Hashes of the full blocks of a group from `first` to `end`, or to the last known.

@@ -33,7 +33,7 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans, TransferSpec, whole_blocks
 from omni_connector.prefix.block_changes import BlockChanges
 from omni_connector.prefix.filled import FilledRuns
-from omni_connector.prefix.hints import Candidate, FilledBlocks
+from omni_connector.prefix.hints import Candidate, FilledBlocks, Hints
 from omni_connector.prefix.host_blocks import MAX_IN_ORDER, HostBlocks
 from omni_connector.prefix.key_prefix import KeyPrefix
 from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
@@ -81,6 +81,7 @@ class _Run(NamedTuple):
         group: position among the transferred groups.
         prompt: whose blocks they are.
         keys, hashes, block_ids: of each block. The ids are null blocks for blocks not to be kept.
+        hints: which the blocks have.
     """
 
     group: int
@@ -88,6 +89,7 @@ class _Run(NamedTuple):
     keys: list[bytes]
     hashes: list[bytes]
     block_ids: list[int]
+    hints: Hints
 
 
 class PrefixSaves:
@@ -498,7 +500,7 @@ class PrefixSaves:
                 run.hashes,
                 run.block_ids,
                 prompt=prompt.number,
-                hints=prompt.hints,
+                hints=run.hints,
             )
         return [each.blocks() for each in columns]
 
@@ -721,12 +723,17 @@ class PrefixSaves:
                 if block_id != NULL_BLOCK_ID or self._changes.unreported(group, key)
             ]
             self._changes.filled(prompt.request, group, told)
-        if NULL_BLOCK_ID in block_ids:
-            whole = [i for i, block_id in enumerate(block_ids) if block_id != NULL_BLOCK_ID]
-            keys = [keys[i] for i in whole]
-            hashes = [hashes[i] for i in whole]
-            block_ids = [block_ids[i] for i in whole]
-        return [_Run(group, prompt, keys, hashes, block_ids)] if keys else []
+        size = self._groups[group].block_size
+        runs = []
+        for part, hints in prompt.hints.parts(first, len(keys), size):
+            whole = [i for i in part if block_ids[i] != NULL_BLOCK_ID]
+            if len(whole) == len(keys):  # most often
+                runs.append(_Run(group, prompt, keys, hashes, block_ids, hints))
+            elif whole:
+                ids = [block_ids[i] for i in whole]
+                named = [keys[i] for i in whole], [hashes[i] for i in whole]
+                runs.append(_Run(group, prompt, *named, ids, hints))
+        return runs
 
     def _save(
         self,

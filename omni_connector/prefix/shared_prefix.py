@@ -21,6 +21,8 @@ from collections.abc import Container, Iterable, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from omni_connector.config import HintName
 from omni_connector.copy.held_blocks import EngineBlock, RequestBlocks
 from omni_connector.errors import OmniError
@@ -36,6 +38,7 @@ from omni_connector.prefix.lookups import Lookup, StoreLookups
 from omni_connector.prefix.misses import Misses
 from omni_connector.prefix.prompts import SharedGroups, SharedPrompt
 from omni_connector.prefix.saves import PrefixSaves
+from omni_connector.prefix.sessions import Sessions
 from omni_connector.prefix.tails import Tails
 from omni_connector.prefix.thinking import ThinkingTokens, Thoughts
 from omni_connector.requests.phases import Phase
@@ -114,6 +117,7 @@ class SharedPrefix(Product):
         self._clock = context.clock
         self._stats = context.stats
         self._prompts: dict[SharedPrompt, None] = {}
+        self._sessions = None if host is None else Sessions(host, context.stats)
         evicted = host.evicted if host is not None else (lambda group, key: False)
         self._misses = Misses(self._groups, self._unit, evicted, context.stats)
         # Prompts of this step for which we load nothing, with the tokens in vLLM's own cache.
@@ -135,9 +139,11 @@ class SharedPrefix(Product):
         hints, refused = asked.allowed(self._followed_hints)
         if refused:
             self._stats.count("hints_refused", refused)
-        if self._host is None and hints.keeps_here:
+        if hints.over:  # nothing is kept of the session
+            hints = msgspec.structs.replace(hints, cache="no")
+        if self._host is None and (hints.keeps_here or hints.session):
             self._stats.count("bad_hints")
-            hints = NO_HINTS
+            hints = Hints("no") if hints.cache == "no" else NO_HINTS
         return hints
 
     def arrives(self, state: "RequestState", adapter: str) -> None:
@@ -160,6 +166,8 @@ class SharedPrefix(Product):
             thoughts=self._thoughts(state.hints),
             opaque=_opaque_parts(request),
         )
+        if state.hints.session and self._sessions is not None:
+            prompt.session_state = self._sessions.arrives()
         self._prompts[prompt] = None
         self.look_up(prompt)
 
@@ -353,10 +361,30 @@ class SharedPrefix(Product):
         self.saves.finish(prompt, blocks_of)
         if self.kept is not None:
             self.kept.note(prompt)
+        if prompt.session_state is not None and blocks_of is not None:
+            self._session_ended(prompt)
         if self._changes is not None and prompt.lookup is not None:
             for g, held in enumerate(prompt.lookup.held or ()):
                 blocks = list(zip(prompt.names[g], prompt.hashes[g], strict=True))
                 self._changes.looked_up(prompt.request, g, blocks, held.blocks)
+
+    def _session_ended(self, prompt: SharedPrompt) -> None:
+        """A request that names a session has ended."""
+        assert self._sessions is not None
+        assert prompt.session_state is not None
+        session = prompt.request.cache_salt, prompt.hints.session
+        found = prompt.reached or 0
+        names = [
+            prompt.names_of(g, 0, prompt.full_hashes(g, 0, None)) for g in range(len(self._groups))
+        ]
+        self._sessions.ended(
+            session,
+            prompt.session_state,
+            [prompt.keys(each) for each in names],
+            [found // shape.block_size for shape in self._groups],
+            pins=prompt.hints.pin_s > 0,
+            over=prompt.hints.over,
+        )
 
     def takes_nothing(self, state: "RequestState", reason: str, text: str) -> None:
         # vLLM goes on reserving the blocks that a failed load was to fill. With a second load, a
@@ -398,6 +426,8 @@ class SharedPrefix(Product):
         self.saves.void()
         if self._host is not None:
             self._host.rename(self._prefix.in_arenas)
+        if self._sessions is not None:
+            self._sessions.clear()
         for prompt in self._prompts:
             prompt.found = None
 

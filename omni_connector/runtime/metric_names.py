@@ -34,6 +34,8 @@ COUNTERS: Final = {
     "tails_kept": "Ends of prompts and requests within a block that were kept.",
     "answers_cut": "Answers kept up to where the model begins to think, and not beyond.",
     "pins_refused": "KV blocks that were not pinned: beyond what may be, or not in the arena.",
+    "pins_superseded": "KV blocks whose pins ended with a newer state of their session.",
+    "blocks_let_go": "KV blocks of sessions that are over, which were let go.",
     "bad_hints": "Hints of requests that were unknown, wrong, or cannot be followed here.",
     "hints_refused": "Hints of requests that the setting `hints` does not allow.",
     "store_misses": "Prompts of which the shared store held nothing beyond the local prefix.",

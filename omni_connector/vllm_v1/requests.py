@@ -18,7 +18,7 @@ from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.truncation import answer_one_token
 from omni_connector.net.status import plain
 from omni_connector.net.warnings import Warnings
-from omni_connector.prefix.hints import KEY, NO_HINTS, Hints, read_hints, wrong_hint
+from omni_connector.prefix.hints import KEYS, NO_HINTS, Hints, read_hints, wrong_hint
 from omni_connector.prefix.shared_prefix import SharedPrefix
 from omni_connector.runtime.stats import Stats
 
@@ -149,8 +149,8 @@ def drop_unusable(request: "Request", stats: Stats) -> None:
             request.request_id,
         )
         # vLLM itself takes them for an object, and would stop at anything else.
-        hints = {KEY: params[KEY]} if isinstance(params, Mapping) and KEY in params else None
-        request.kv_transfer_params = hints
+        known = params if isinstance(params, Mapping) else {}
+        request.kv_transfer_params = {key: known[key] for key in KEYS if key in known} or None
 
 
 def take_hints(
@@ -170,10 +170,11 @@ def take_hints(
     sampling = request.sampling_params
     known = params if isinstance(params, Mapping) else {}
     extra_args = None if sampling is None else sampling.extra_args
-    if not extra_args and KEY not in known:
+    named = any(key in known for key in KEYS)
+    if not extra_args and not named:
         return NO_HINTS  # most requests have none
-    hints, bad = read_hints(known, extra_args)
-    if hints == NO_HINTS and not bad and KEY not in known:
+    hints, bad = read_hints(known, extra_args, request.prompt_token_ids)
+    if hints == NO_HINTS and not bad and not named:
         return NO_HINTS
     if bad and (wrong := wrong_hint(known, extra_args)):
         warnings.warn("Request %s: %s (bad_hints)", request.request_id, plain(wrong)[:_SHOWN_CHARS])
@@ -184,8 +185,8 @@ def take_hints(
         hints = shared.followed(hints)
     if bad:
         stats.count("bad_hints", bad)
-    if KEY in known:
-        request.kv_transfer_params = {key: known[key] for key in known if key != KEY} or None
+    if named:
+        request.kv_transfer_params = {key: known[key] for key in known if key not in KEYS} or None
     if hints.prefetch and request.kv_transfer_params is None:
         answer_one_token(request)
     return hints

@@ -11,7 +11,7 @@ from typing import Any, Final
 from vllm.v1.engine import FinishReason
 
 from omni_connector.handoff.serving import UNSERVED
-from omni_connector.prefix.hints import KEY
+from omni_connector.prefix.hints import KEYS
 from tests import inspection
 from tests.simulation.deployment import Deployment
 from tests.simulation.engines.answering import PLAIN, Answering
@@ -190,7 +190,7 @@ class Clients(Deployment):
         if wish is not NO_WISH:
             what += f" with {str(wish.said)[:50]}"
             self.wishes.given[request_id] = wish
-            options["params"] = {**(params or {}), KEY: wish.said}
+            options["params"] = {**(params or {}), KEYS[len(self.sent) % 2]: wish.said}
         if params is not None:
             self.wishes.handed.add(request_id)
         if how is not PLAIN:

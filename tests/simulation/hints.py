@@ -2,6 +2,7 @@
 """What clients of a simulation ask of the prefix cache: hints and salts."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -17,12 +18,16 @@ class Wish:
         keeps: whether its blocks may be kept.
         pin_s: seconds for which they are pinned.
         prefetch: whether it only brings blocks.
+        session: whose newer requests end the pins of older ones.
+        over: whether the session ends with the request.
     """
 
     said: Any = None
     keeps: bool = True
     pin_s: float = 0.0
     prefetch: bool = False
+    session: str = ""
+    over: bool = False
 
 
 NO_WISH: Final = Wish()
@@ -40,6 +45,8 @@ _NONSENSE: Final[tuple[Wish, ...]] = (
     Wish({"cache": "no", "pin_s": 600.0}, keeps=False),
     Wish({"cache": "no", "prefetch": True}, keeps=False),
     Wish({"pin_s": 600.0, "cache": 0}, pin_s=600.0),
+    Wish({"pin_s": 600.0, "over": True}),
+    Wish({"pin_prefix": {"token_ids": [0], "ttl_seconds": 600.0}}),
 )
 
 _ASKED: Final = (
@@ -50,6 +57,7 @@ _ASKED: Final = (
 _OFTEN: Final = 0.5
 _OVERLONG_OFTEN: Final = 0.1
 _SALTED_OFTEN: Final = 0.4
+_SESSIONS_OFTEN: Final = 0.2
 
 
 def hinted(plan: Plan, draw: random.Random) -> Plan:
@@ -65,7 +73,12 @@ def hinted(plan: Plan, draw: random.Random) -> Plan:
         return plan
     salts = (None, "a", "b") if draw.random() < _SALTED_OFTEN else (None,)
     often = draw.choice((0.3, 0.7, 1.0))
-    events = tuple(_hinted(event, draw, salts, often) for event in plan.events)
+    if draw.random() < _SESSIONS_OFTEN:
+        plan, salts, often = _of_one_engine(plan), (None,), 1.0
+        wish = _of_a_session
+    else:
+        wish = _wish
+    events = tuple(_hinted(event, draw, salts, often, wish) for event in plan.events)
     return replace(plan, events=events, pin_part=draw.choice((4, 4, 2, 1)))
 
 
@@ -106,17 +119,41 @@ def overlong(plan: Plan, draw: random.Random) -> Plan:
     )
 
 
+def _of_one_engine(plan: Plan) -> Plan:
+    """The same with all requests that are served at the first engine."""
+    first = plan.engines[0].name
+    events = tuple(
+        replace(each, how=each.how | {"engine": first}) if each.what == "serve" else each
+        for each in plan.events
+    )
+    return replace(plan, events=events)
+
+
+def _of_a_session(draw: random.Random) -> Wish:
+    """A request of one of two sessions, or one that pins by itself."""
+    session = draw.choice(("a", "a", "b", ""))
+    if session and draw.random() < 0.2:
+        return Wish({"session": session, "over": True}, keeps=False, session=session, over=True)
+    said: dict[str, Any] = {"session": session} if session else {}
+    seconds = draw.choice((0.0, 600.0, 600.0))
+    return Wish({**said, "pin_s": seconds}, pin_s=seconds, session=session)
+
+
 def _hinted(
-    event: Event, draw: random.Random, salts: tuple[str | None, ...], often: float
+    event: Event,
+    draw: random.Random,
+    salts: tuple[str | None, ...],
+    often: float,
+    wished: Callable[[random.Random], Wish],
 ) -> Event:
     if event.what not in ("serve", "hand_off"):
         return event
-    wish = _wish(draw) if draw.random() < often else NO_WISH
+    wish = wished(draw) if draw.random() < often else NO_WISH
     return replace(event, how=event.how | {"wish": wish, "salt": draw.choice(salts)})
 
 
 def _wish(draw: random.Random) -> Wish:
-    kind = draw.choice(("no", "normal", "pin", "pin", "pin", "prefetch", "nonsense"))
+    kind = draw.choice(("no", "normal", "pin", "pin", "pin", "prefetch", "nonsense", "session"))
     if kind == "no":
         return Wish({"cache": "no"}, keeps=False)
     if kind == "normal":
@@ -124,6 +161,11 @@ def _wish(draw: random.Random) -> Wish:
     if kind == "nonsense":
         return draw.choice(_NONSENSE)
     said: dict[str, Any] = {}
+    session = draw.choice(("a", "b")) if kind == "session" or draw.random() < 0.4 else ""
+    if session:
+        said["session"] = session
+    if kind == "session" and draw.random() < 0.5:
+        return Wish({**said, "over": True}, keeps=False, session=session, over=True)
     if draw.random() < 0.3:
         said["cache"] = draw.choice(("high", "normal"))  # of which the first is none any more
     seconds = draw.choice(_PIN_S) if kind == "pin" or draw.random() < 0.3 else 0.0
@@ -131,4 +173,4 @@ def _wish(draw: random.Random) -> Wish:
         said["pin_s"] = seconds
     if kind == "prefetch":
         said["prefetch"] = True
-    return Wish(said, pin_s=seconds, prefetch=kind == "prefetch")
+    return Wish(said, pin_s=seconds, prefetch=kind == "prefetch", session=session)

@@ -6,9 +6,10 @@ how many of these have been computed. It compares that with the headers of the s
 engine's index lists, and with which slots the engine says to be pinned.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -51,12 +52,20 @@ class _Pin:
     Attributes:
         tag: of the block, in the engine's index.
         until: when the pin ends.
+        of_sessions: by session, when the pin ends that it has asked for last, and the number of the
+            request that did.
         listed: whether the index has listed the block since.
     """
 
     tag: int
     until: float = 0.0
+    of_sessions: dict[str, tuple[float, int]] = field(default_factory=dict)
     listed: bool = False
+
+    @property
+    def end(self) -> float:
+        """When nobody wants the block to be pinned any more."""
+        return max(self.until, *(until for until, _ in self.of_sessions.values()), 0.0)
 
 
 def nothing_useless_is_stored(half: Any, stored: Iterable[str]) -> None:
@@ -103,6 +112,11 @@ class Promises:
         # when, and whether blocks were dropped meanwhile. One of these may wait for another request
         # alone, and be pinned for this one at once.
         self._late: list[tuple[str, Wish, int, list[bytes], float, bool]] = []
+        # Requests of sessions by their place among all, and of each session that of the newest that
+        # has ended.
+        self._counted = itertools.count()
+        self._numbers: dict[str, int] = {}
+        self._newest: dict[str, int] = {}
 
     def look(self, half: Any, names: Mapping[int, bytes], stored: Iterable[str]) -> None:
         """Look at a scheduler half that has just built a step.
@@ -128,13 +142,16 @@ class Promises:
         requests = self._engine.scheduler.requests
         ended = [each for name, each in self._running.items() if name not in requests]
         self._running = dict(requests)
+        for request_id in requests:
+            if request_id not in self._numbers:
+                self._numbers[request_id] = next(self._counted)
         for request in ended:
             self._ends(half, request, hosts)
         for request_id in self._engine.latest:
             request = self._engine.scheduler.requests.get(request_id)
             if request is None:
                 continue
-            wish = self._wishes.given.get(request_id, NO_WISH)
+            wish = self._wish(request)
             for _, keys in self._newly_filled(half, request):
                 self._remember(request, wish, keys)
             for end in inspection.prompt_ends(half, request):
@@ -168,13 +185,26 @@ class Promises:
     def _ends(self, half: Any, request: Any, hosts: bool) -> None:
         """A request has ended, with which the engine may keep what has filled since the step before
         its last one."""
-        wish = self._wishes.given.get(request.request_id, NO_WISH)
+        wish = self._wish(request)
+        number = self._numbers.pop(request.request_id, None)
+        if wish.session and number is not None:
+            self._newest[wish.session] = max(number, self._newest.get(wish.session, 0))
+            for pin in self._pins.values():
+                _, asked_by = pin.of_sessions.get(wish.session, (0.0, 0))
+                if asked_by < self._newest[wish.session] + wish.over:
+                    pin.of_sessions.pop(wish.session, None)
         for _, keys in self._newly_filled(half, request):
             self._remember(request, wish, keys)
         self._remember(request, wish, inspection.tail(half, request, request.num_computed_tokens))
         if hosts and wish.pin_s:
             for g, keys in _up_to(_filled(half, request), self._looked_at, half, request):
                 self._asked.update(inspection.tags_of_blocks(half, g, keys).ravel().tolist())
+
+    def _wish(self, request: Any) -> Wish:
+        wish = self._wishes.given.get(request.request_id, NO_WISH)
+        if not wish.session:
+            return wish
+        return replace(wish, session=f"{request.cache_salt}/{wish.session}")
 
     def _newly_filled(self, half: Any, request: Any) -> Iterable[tuple[int, list[bytes]]]:
         return _up_to(_filled(half, request), self._filled, half, request)
@@ -252,7 +282,10 @@ class Promises:
                 beginning = self._beginnings[inspection.first_number(half, group)]
                 name = beginning + key[:_HASH_BYTES]
                 pin = self._pins.setdefault(name, _Pin(tag))
-                pin.until = max(pin.until, since + wish.pin_s)
+                if not wish.session:
+                    pin.until = max(pin.until, since + wish.pin_s)
+                elif request_id in self._numbers:  # else a newer one may have ended meanwhile
+                    pin.of_sessions[wish.session] = since + wish.pin_s, self._numbers[request_id]
         # The control thread may have ended pins since these were refused.
         pinned = self._pins_before | set(inspection.pinned(half).tolist())
         if refused and len(pinned) < inspection.num_slots(half) // slot_pool.PIN_PART:
@@ -283,7 +316,7 @@ class Promises:
         if not self._pinned <= self._asked:
             raise Violation("hint_ignored", f"{name} pins what no request wants to be pinned")
         for key, pin in list(self._pins.items()):
-            if pin.until <= now:
+            if pin.end <= now:
                 del self._pins[key]
             elif key in listed:
                 pin.listed = True

@@ -56,8 +56,35 @@ HINTS: Final = (
         "a pin that is asked for last counts, even if it ends sooner",
         (
             "omni_connector.arena.slot_pool",
-            "        self._pinned_until[pinned] = np.maximum(former, ends)\n",
-            "        self._pinned_until[pinned] = ends\n",
+            "np.maximum(until_of[pinned] * self.pinned(pinned), asked)",
+            "asked",
+        ),
+    ),
+    mutant(
+        "a newer state of a session ends all of its pins",
+        "blocks that the newer state asks for, too, are not pinned any more",
+        (
+            "omni_connector.prefix.sessions",
+            "_without(former.keys, keys if pins and not over else ())",
+            "former.keys",
+        ),
+    ),
+    mutant(
+        "a session ends the pins of others",
+        "blocks that were pinned by requests without a session are not pinned any more",
+        (
+            "omni_connector.arena.slot_pool",
+            "        over = slot_ids[self._pinned_until[slot_ids] <= now]\n",
+            "        over = slot_ids\n",
+        ),
+    ),
+    mutant(
+        "a session that is over takes pinned blocks with it",
+        "blocks that others have pinned are let go",
+        (
+            "omni_connector.prefix.host_blocks",
+            "self._pool.drop(slots[~self._pool.pinned(slots)])",
+            "self._pool.drop(slots)",
         ),
     ),
     mutant(

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Newer states of a session end the pins of older ones, and nobody else's."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_connector.prefix.sessions import MAX_SESSIONS, Sessions
+from omni_connector.runtime.context import PROCESS_CONTEXT
+
+
+class Host:
+    """The arena as `Sessions` uses it: which keys have pins of a session, or others, or none."""
+
+    def __init__(self, num_slots: int = 1000) -> None:
+        self.num_slots = num_slots
+        self.pinned: set[bytes] = set()
+        self.kept: set[bytes] = set()
+
+    def end_session_pins(self, keys: list[list[bytes]]) -> int:
+        ended = self.pinned & {key for of in keys for key in of}
+        self.pinned -= ended
+        return len(ended)
+
+    def let_go(self, keys: list[list[bytes]]) -> int:
+        freed = (self.kept - self.pinned) & {key for of in keys for key in of}
+        self.kept -= freed
+        return len(freed)
+
+
+def blocks(branch: tuple[int, ...]) -> list[bytes]:
+    """The keys of a prompt's blocks, each of which names those before it."""
+    return [bytes(branch[: i + 1]) for i in range(len(branch))]
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.sampled_from([(None, "a"), (None, "b"), ("salt", "a")]),
+        st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple),
+        st.booleans(),  # whether it asks for a pin
+        st.integers(0, 9).map(lambda number: number == 0),  # whether the session is over
+    ),
+    max_size=12,
+)
+
+
+@given(REQUESTS, st.randoms(use_true_random=False))
+def test_pins_are_those_of_the_newest_state_of_each_session(requests, draw) -> None:
+    host = Host()
+    sessions = Sessions(host, PROCESS_CONTEXT.stats)  # type: ignore[arg-type]
+    numbered = [(sessions.arrives(), *each) for each in requests]
+    draw.shuffle(numbered)
+    newest: dict[tuple[str | None, str], tuple[int, list[bytes], bool]] = {}
+    for number, session, branch, pins, over in numbered:
+        keys = blocks(branch)
+        if pins and not over:
+            host.pinned.update(keys)
+        host.kept.update(keys)
+        sessions.ended(session, number, [keys], [0], pins=pins, over=over)
+        former = newest.get(session)
+        if former is None or former[0] < number:
+            newest[session] = number, keys, pins
+            if over:
+                del newest[session]
+    wanted = {key for _, keys, pins in newest.values() if pins for key in keys}
+    used = {key for _, keys, _ in newest.values() for key in keys}
+    assert wanted <= host.pinned <= used
+    assert used <= host.kept
+
+
+def test_blocks_that_were_there_before_a_session_outlive_it() -> None:
+    host = Host()
+    sessions = Sessions(host, PROCESS_CONTEXT.stats)  # type: ignore[arg-type]
+    first, last = blocks((1, 2, 3)), blocks((1, 2, 3, 4, 5))
+    host.kept.update(last)
+    for keys, found, over in ((first, 2, False), (last, 3, False), (first[:1], 1, True)):
+        sessions.ended((None, "s"), sessions.arrives(), [keys], [found], pins=False, over=over)
+    assert host.kept == set(first[:2])
+
+
+def test_sessions_are_remembered_within_bounds() -> None:
+    host = Host(num_slots=3 * MAX_SESSIONS)
+    sessions = Sessions(host, PROCESS_CONTEXT.stats)  # type: ignore[arg-type]
+    for number in range(3 * MAX_SESSIONS):
+        keys = [b"%d" % number, b"%d/" % number]
+        sessions.ended((None, str(number)), sessions.arrives(), [keys], [0], pins=True, over=False)
+        assert len(sessions._states) <= MAX_SESSIONS
+    assert len(sessions._users) == sessions._num_keys == 2 * MAX_SESSIONS
+    long = [b"%d" % i for i in range(4 * MAX_SESSIONS)]
+    sessions.ended((None, "long"), sessions.arrives(), [long], [0], pins=True, over=False)
+    assert not sessions._states
+    assert not sessions._users
