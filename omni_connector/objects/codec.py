@@ -19,7 +19,7 @@ import math
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from typing import Any, Final
 
@@ -80,6 +80,9 @@ _DECODE_ERRORS: Final = (
     OverflowError,
     RuntimeError,
 )
+
+# What msgspec raises for numbers beyond 64 bits, text that is no UTF-8, and strided memory.
+_ENCODE_ERRORS: Final = (ValueError, OverflowError, BufferError, RecursionError)
 
 # Where a value is in an object: where its container is, and the value's key or index there.
 _Where = tuple[Any, Any] | None
@@ -151,6 +154,39 @@ def encode(data: object) -> list[memoryview]:
     if isinstance(data, Pieces):
         return [*data.parts, _trailer(_TENSOR if data.as_tensor else _PIECES)]
     return _Encoding().parts(data)
+
+
+def misfit(value: object, refuses: Callable[[object], bool]) -> str:
+    """Where in a value that an encoder refuses the innermost part is that it refuses.
+
+    >>> misfit({"a": 1, "b": [2, "three"]}, lambda each: "three" in str(each))
+    "object['b'][1]"
+
+    Args:
+        value: keys and items are looked at of dicts, lists, tuples and sets, fields of dataclasses
+            and of msgspec's structs.
+        refuses: whether the encoder refuses a part.
+    """
+    where: _Where = None
+    for _ in range(MAX_DEPTH):
+        refused = next((each for each in _parts_of(value) if refuses(each[1])), None)
+        if refused is None:
+            break
+        key, value = refused
+        where = where, key
+    return _path(where)
+
+
+def _parts_of(value: object) -> Iterator[tuple[object, object]]:
+    if isinstance(value, dict):
+        yield from ((key, key) for key in value)
+        yield from value.items()
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from enumerate(value)
+    elif isinstance(value, msgspec.Struct):
+        yield from ((name, getattr(value, name)) for name in value.__struct_fields__)
+    elif is_dataclass(value):
+        yield from ((each.name, getattr(value, each.name)) for each in fields(value))
 
 
 def checksum_of(length: int, checksums: NDArray[np.uint64]) -> int:
@@ -235,8 +271,8 @@ class _Encoding:
         try:
             tree = msgspec.msgpack.encode(data, enc_hook=self._stand_in)
             leaves = msgspec.msgpack.encode(self._leaves)
-        except (ValueError, OverflowError, BufferError, RecursionError) as error:
-            raise TypeError(f"the object cannot be sent: {error}") from error
+        except _ENCODE_ERRORS as error:
+            raise TypeError(f"{misfit(data, self._refuses)} cannot be sent: {error}") from error
         trailer = _trailer(_TREE, len(leaves), len(tree))
         return [*self._data, memoryview(leaves), memoryview(tree), trailer]
 
@@ -286,6 +322,13 @@ class _Encoding:
             padding = -content.nbytes % ALIGNMENT
             if padding:
                 self._data.append(memoryview(_PADDING)[:padding])
+
+    def _refuses(self, value: object) -> bool:
+        try:
+            msgspec.msgpack.encode(value, enc_hook=self._stand_in)
+        except _ENCODE_ERRORS:
+            return True
+        return False
 
     def _stand_in(self, value: object) -> object:
         try:

@@ -10,6 +10,7 @@ manager knows vLLM-Omni's connectors as `vllm_omni.{name}`.
 import functools
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from vllm_omni.distributed.omni_connectors.connectors.shm_connector import (
@@ -20,7 +21,7 @@ from vllm_omni.distributed.omni_connectors.utils.initialization import compute_c
 
 from omni_connector.errors import OmniError
 from omni_connector.objects.base import OmniConnector
-from omni_connector.objects.codec import Pieces
+from omni_connector.objects.codec import Pieces, misfit
 from omni_connector.objects.factory import (
     ENGINE_PORT,
     MOONCAKE_ENGINE,
@@ -80,9 +81,13 @@ class _Adapter(SharedMemoryConnector):  # type: ignore[misc]
     def put(
         self, from_stage: str, to_stage: str, put_key: str, data: Any
     ) -> tuple[bool, int, dict[str, Any] | None]:
-        """See `OmniConnector.put`."""
+        """See `OmniConnector.put`; an object is what vLLM-Omni's serializer takes."""
         if not isinstance(data, bytes | bytearray | memoryview):
-            data = Pieces([_SERIALIZED, self.serialize_obj(data)])
+            try:
+                serialized = self.serialize_obj(data)
+            except Exception as error:  # it raises what msgspec, numpy and torch do
+                raise TypeError(f"{misfit(data, self._refuses)} cannot be sent: {error}") from error
+            data = Pieces([_SERIALIZED, serialized])
         return self._inner.put(from_stage, to_stage, put_key, data)
 
     def get(
@@ -131,6 +136,12 @@ class _Adapter(SharedMemoryConnector):  # type: ignore[misc]
 
     def _trusted(self, metadata: Any) -> Any:
         return metadata
+
+    def _refuses(self, value: object) -> bool:
+        with suppress(Exception):  # as in `put`
+            self.serialize_obj(value)
+            return False
+        return True
 
     def _read(self, get_key: str, found: tuple[Any, int] | None) -> tuple[Any, int] | None:
         if found is None:

@@ -197,14 +197,18 @@ for _ in range(MAX_DEPTH + 1):
         ({"m": np.ma.masked_array([1], [True])}, r"\['m'\].*MaskedArray"),
         ({(1,): 2}, "key of type tuple"),
         ([{Path("/"): 2}], r"object\[0\] has a key of type PosixPath"),
-        ([2**64], "cannot be sent"),
-        ("\udc80", "cannot be sent"),
+        ([2**64], r"object\[0\] cannot be sent"),
+        (-(2**63) - 1, "object cannot be sent"),
+        ({"a": 1, "b": [{"c": 2**63}, {"d": -(2**63), "e": 2**64}]}, r"object\['b'\]\[1\]\['e'\] "),
+        ({"a": {2**64: "k"}}, r"object\['a'\]\[18446744073709551616\] cannot be sent"),
+        ("\udc80", "object cannot be sent"),
+        ({"a": ("x", "\udc80")}, r"object\['a'\]\[1\] cannot be sent"),
         ({"k" * 1000: object()}, r"object\['kkk.{60,90}\] cannot"),
         (CYCLE, "nested more than"),
         (DEEP, "nested more than"),
-        ([memoryview(bytes(10))[::2]], "cannot be sent"),
+        ([b"", memoryview(bytes(10))[::2]], r"object\[1\] cannot be sent"),
     ],
-    ids=range(18),
+    ids=range(22),
 )
 def test_other_things_are_refused_with_their_place(data: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
@@ -271,6 +275,7 @@ def test_fields_of_a_newer_version_are_left_out() -> None:
         bytearray(),
         bytearray(TRAILER_BYTES - 1),
         packed(b"", b"\x90", kind=3),
+        packed(b"", b"", msgspec.Raw(b""), kind=4),
         packed(b"x", b"\x90", kind=0),
         packed(b"", b"\x90")[:-17] + b"\xff" * 16 + b"\x02",
         packed(b"", b"\x90")[:-17] + b"\xff" * 7 + b"\x7f" + bytes(8) + b"\x02",
@@ -298,7 +303,7 @@ def test_fields_of_a_newer_version_are_left_out() -> None:
         packed(b"", b"\x90", msgspec.Raw(b"\xdd\xff\xff\xff\xff\xc0")),
         packed(bytes(64), leaf(False, "int8", [1]), msgspec.Raw(b"\x81\xd6\x01" + bytes(5))),
     ],
-    ids=range(29),
+    ids=range(30),
 )
 def test_malformed_bytes_are_refused(content: bytearray) -> None:
     with pytest.raises(ProtocolError):

@@ -23,6 +23,8 @@ from omni_connector.objects.base import ObjectKey
 from omni_connector.objects.codec import encode
 from omni_connector.objects.exchange import PROTOCOL, Read
 from omni_connector.objects.object_store import ObjectStore
+from omni_connector.objects.peer import ANSWERS as ANSWERS_OF_PEERS
+from omni_connector.objects.peer import QUESTIONS, Find, Missing
 from omni_connector.objects.shm import SharedMemoryConnector
 from omni_connector.transports.shm import ANSWERS, Attach, AttachReply
 from tests import inspection
@@ -59,6 +61,26 @@ def questions(listening: socket.socket) -> list[Read | Attach]:
             with contextlib.suppress(BlockingIOError):
                 packets.append(connection.recv(MAX_MESSAGE_BYTES))
     return [ASKED.decode(packet) for packet in packets if packet]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        (QUESTIONS, Find(KEY.digest)),
+        (QUESTIONS, Read(EPOCH, KEY.digest, 7, gone=True)),
+        (ANSWERS_OF_PEERS, Missing(KEY.digest)),
+        (ANSWERS_OF_PEERS, Refusal("no")),
+        (ANSWERS, AttachReply(EPOCH, 2, 4096)),
+    ],
+)
+def test_fields_of_a_newer_version_are_left_out_and_messages_of_other_kinds_refused(
+    decoder: msgspec.msgpack.Decoder[Any], message: msgspec.Struct
+) -> None:
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
+    newer = fields | {"of a newer version": [1, {"a": None}]}
+    assert decoder.decode(msgspec.msgpack.encode(newer)) == message
+    with pytest.raises(msgspec.ValidationError):
+        decoder.decode(msgspec.msgpack.encode(newer | {"type": "of a newer version"}))
 
 
 def header(digest: bytes, first: int = 0, runs: int = 1, length: int = 10) -> bytes:

@@ -413,6 +413,99 @@ ours.close()
 connector.close()
 """
 
+TYPES = """
+import dataclasses, datetime, decimal, enum, logging, uuid
+import msgspec, numpy as np
+from PIL import Image
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm_omni.data_entry_keys import CodesStruct, MetaStruct, OmniPayloadStruct
+
+@dataclasses.dataclass
+class Chunk:
+    text: str
+    codes: list
+    image: object = None
+
+class Colour(enum.Enum):
+    RED = "red"
+
+class Deep(msgspec.Struct):
+    chunk: Chunk
+
+output = CompletionOutput(0, "text", [1, 2], None, None)
+output.multimodal_output = {"audio": torch.ones(3)}
+finished = RequestOutput("r", "prompt", [1], None, [output], True)
+image = Image.fromarray(np.arange(24, dtype=np.uint8).reshape(2, 4, 3))
+dtypes = [torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8,
+          torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64]
+meta = MetaStruct(finished=torch.tensor(True), chunk_seq=3, req_id=["r"])
+sent = {
+    "payload": OmniPayloadStruct(
+        hidden=torch.randn(3, 4), codes=CodesStruct(audio=torch.arange(9)), meta=meta,
+        mtp_inputs=(torch.ones(2), torch.zeros(2)), kv_metadata={"seq_len": 3}),
+    "tensors": {str(each): torch.ones(2, 3).to(each) for each in dtypes},
+    "arrays": [np.ones((2, 3), each) for each in ("u2", "u4", "u8", "f2", "c8", "?", "<U3", ">i4")],
+    "dataclass": Chunk("a", [1, (2, 3)], image),
+    "struct": Deep(Chunk("b", [torch.ones(1)])),
+    "image": [image],
+    "request": finished,
+    "completion": output,
+    "plain": {"set": {1}, "tuple": (1, "a"), "slice": slice(1, 9, 2), "none": None, 7: b"x",
+              "int": [2**64 - 1, -(2**63)], "frozen": frozenset("a"),
+              "time": datetime.date(2026, 1, 2), "decimal": decimal.Decimal("1.5"),
+              "uuid": uuid.UUID(int=3), "enum": Colour.RED},
+    "list": [1, [2]],
+    "none": None,
+}
+
+def text(value):
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return [type(value).__name__, str(value.dtype), list(value.shape), str(value.tolist())]
+    if isinstance(value, Image.Image):
+        return [value.mode, value.size, value.tobytes()]
+    if isinstance(value, dict):
+        return {key: text(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [text(each) for each in value]
+    if isinstance(value, (RequestOutput, CompletionOutput)):
+        return [type(value).__name__, text(vars(value))]
+    return [type(value).__name__, repr(value)]
+
+ours = OmniConnectorFactory.create_connector(spec)
+of_them = OmniConnectorFactory.create_connector(ConnectorSpec("SharedMemoryConnector", {}))
+for name, value in sent.items():
+    found = []
+    for number, connector in enumerate((ours, of_them)):
+        key = f"{os.getpid()}-{name}"
+        ok, size, metadata = connector.put("0", "1", key, value)
+        assert ok, name
+        found.append(text(connector.get("0", "1", key, None if number == 0 else metadata)[0]))
+    assert found[0] == found[1], (name, found)
+
+refused = {
+    "object['a'][1]": {"a": [1, object()]},
+    "object['meta']['chunk_seq']": OmniPayloadStruct(meta=MetaStruct(chunk_seq=2**64)),
+    "object['kv_metadata']['n']": OmniPayloadStruct(kv_metadata={"m": 1, "n": -(2**63) - 1}),
+    "object['chunk']['codes'][1]": Deep(Chunk("a", [1, lambda: 0])),
+    "object['o']": {"o": np.array([{}])},
+    "object[2]": [1, 2, 2**70],
+    "object": object(),
+}
+for place, value in refused.items():
+    try:
+        ours.put("0", "1", "k", value)
+    except TypeError as error:
+        assert str(error).startswith(f"{place} cannot be sent: "), (place, error)
+    else:
+        raise AssertionError(place)
+    try:
+        of_them.serialize_obj(value)
+    except Exception:
+        continue
+    raise AssertionError(f"they take {place}")
+ours.close()
+"""
+
 METADATA = """
 connector = OmniConnectorFactory.create_connector(spec)
 for hint in (None, "shm", b"x", 7, [1], [("a", 1)], torch.ones(2), object(), {},
@@ -465,6 +558,7 @@ PAIRS = {
 ALONE = {
     "factory": FACTORY,
     "our puts": OUR_PUTS,
+    "types": TYPES,
     "metadata": METADATA,
     "time to live": TIME_TO_LIVE,
     "reaping": REAPING,
@@ -533,6 +627,12 @@ def test_what_was_got_is_reaped_and_a_key_is_cleaned_up_alone(reports: dict[str,
 
 def test_what_a_stage_of_ours_has_put_arrives_as_that_put_it(reports: dict[str, Any]) -> None:
     assert reports["our puts"] == 0
+
+
+def test_all_that_its_serializer_takes_arrives_as_over_its_own_connector(
+    reports: dict[str, Any],
+) -> None:
+    assert reports["types"] == 0
 
 
 def test_metadata_of_any_kind_is_no_reason_to_find_nothing(reports: dict[str, Any]) -> None:
