@@ -12,9 +12,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from vllm.v1 import kv_cache_interface
@@ -152,7 +153,8 @@ def told(plan: Plan) -> tuple[Failure | None, tuple[str, ...]]:
 
 def _run(cluster: Cluster, plan: Plan, errors: "_Errors") -> None:
     world = cluster.world
-    before: dict[SimulatedEngine, dict[str, int]] = {}
+    # An error in a request keeps this frame, and so must not keep engines that were killed.
+    before: MutableMapping[SimulatedEngine, dict[str, int]] = WeakKeyDictionary()
 
     def look() -> None:
         for engine in cluster.engines.values():
@@ -202,6 +204,7 @@ def _settle(cluster: Cluster, plan: Plan, look: Any) -> None:
     IS_LATE.clear()  # in the end every rank has reported
     for liar in cluster.liars:
         liar.close()
+    cluster.liars.clear()  # their sockets keep engines that were killed
     # Leases and whatever else has a time to live.
     for seconds in (0.0, HANDOFF_TTL_S / 2, HANDOFF_TTL_S, HANDOFF_TTL_S, _QUIET_S):
         world.advance(seconds)
@@ -305,7 +308,7 @@ def _pins_take_room(shape: EngineShape, plan: Plan) -> bool:
     )
 
 
-def _nothing_is_left(cluster: Cluster, before: dict[SimulatedEngine, dict[str, int]]) -> None:
+def _nothing_is_left(cluster: Cluster, before: Mapping[SimulatedEngine, dict[str, int]]) -> None:
     cluster.shelf.look()
     if cluster.kept is not None:
         cluster.kept.look()
