@@ -39,6 +39,16 @@ VLLM = {
 
 OTHERS = {
     "--worker-startup-timeout-secs": "an option of vllm-router",
+    "/unregister": "a path of Dynamo's indexer",
+    "LLMConfig": "a class of Ray Serve's",
+    "ai-dynamo-runtime": "a wheel of Dynamo's",
+    "build_pd_openai_app": "a function of Ray Serve's",
+    "disaggregated_prefill": "a routing logic of production-stack",
+    "disaggregated_prefill_orchestrated": "a routing logic of production-stack",
+    "engine_kwargs": "a setting of Ray Serve's",
+    "kvaware": "a routing logic of production-stack",
+    "nixlv2": "a connector of llm-d's sidecar",
+    "prefixaware": "a routing logic of production-stack",
     "DeepSeek": "models",
     "FlashAttention": "kernels",
     "FlyDSL": "kernels",

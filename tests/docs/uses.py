@@ -45,6 +45,7 @@ class Paste:
         return text
 
 
+_ROUTERS = "docs/routers.md"
 _QUICKSTART, _OPERATIONS, _SHARED = (
     "docs/quickstart.md",
     "docs/operations.md",
@@ -126,8 +127,11 @@ ARGUMENTS = {
     (_CONFIGURATION, "vllm serve MODEL"),
     (_SHARED, 'KV=\'{"kv_connector":"OmniKVConnector","kv_role":"kv_both","kv_load'),
     (_SHARED, 'KV=\'{"kv_connector":"OmniKVConnector","kv_role":"kv_both",\n'),
-    (_SHARED, "python examples/kv_events.py"),
+    (_ROUTERS, "python examples/kv_events.py"),
     (_OPERATIONS, "vllm serve MODEL"),
+    (_ROUTERS, "vllm serve MODEL"),
+    (_ROUTERS, "vllm-router --vllm-pd"),
+    (_ROUTERS, "vllm-router --policy"),
 }
 """Commands like pasted ones: vLLM's or the router's own parser reads their options."""
 
