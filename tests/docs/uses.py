@@ -166,6 +166,8 @@ LISTED = {
     (_OBJECTS, "pip install"): "needs a network; tests/objects/test_mooncake_store.py starts it so",
     (_OBJECTS, "spec = ConnectorSpec"): "needs a master; tests/objects/test_mooncake_store.py",
     (_OBJECTS, "sender = {"): "needs two hosts; tests/objects/test_mooncake.py",
+    (_OBJECTS, "import hashlib"): "tests/objects/test_own_connector.py",
+    (_OBJECTS, "class TestMyConnector"): "tests/objects/test_own_connector.py",
     (_OBJECTS, "connectors:"): "tests/objects/test_transfer_config.py reads such files",
     (_STAGE, "connectors:"): "vLLM-Omni reads it; tests/stage",
     (_CONFIGURATION, "echo advise"): "changes the machine; needs root",

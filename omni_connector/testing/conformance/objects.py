@@ -347,6 +347,24 @@ class ObjectVerbs(ObjectFixtures):
         assert (receiver.get("0", "1", "got") is None) == (not sender.is_store)
         assert receiver.get("0", "1", "waiting") is not None
 
+    def test_what_was_got_by_who_consumes_is_gone_for_everybody(self, open_connector: Open) -> None:
+        sender, once, other = open_connector(), open_connector(), open_connector()
+        once.consumes = True
+        for turn in range(3):
+            # A key is used again: the object before is never got again, whoever is slow.
+            assert once.get("0", "1", "key") is None
+            sender.put("0", "1", "key", turn)
+            found = once.get("0", "1", "key")
+            assert found is not None
+            assert found[0] == turn
+        deadline = time.monotonic() + WAIT_S
+        while other.get("0", "1", "key") is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert other.get("0", "1", "key") is None
+        assert once.put("0", "1", "own", "object")[0]
+        assert once.get("0", "1", "own") is not None
+        assert once.get("0", "1", "own") is None
+
     def test_objects_travel_while_an_event_loop_runs(self, open_connector: Open) -> None:
         sender, receiver = open_connector(), open_connector()
         value = {"raw": bytes(self.object_slot_bytes)}
