@@ -22,7 +22,7 @@ import pytest
 from omni_connector import __version__
 from omni_connector.arena.block_index import check_header
 from omni_connector.arena.format import ArenaGeometry
-from omni_connector.errors import IntegrityError, OmniError
+from omni_connector.errors import IncompatiblePeerError, IntegrityError, OmniError
 from omni_connector.handoff.client import PeerSession
 from omni_connector.handoff.leases import SlotDirectory
 from omni_connector.handoff.messages import (
@@ -406,7 +406,7 @@ def test_memory_of_another_format_is_refused_with_both(name: str) -> None:
 
 def test_a_manifest_of_another_format_is_refused_with_both() -> None:
     raw = wire.FILES["object.manifest"]()
-    with pytest.raises(IntegrityError) as refused:
+    with pytest.raises(IncompatiblePeerError) as refused:
         _reader("object.manifest")(b"omniobj2" + raw[8:])
     assert f"1 ({PACKAGE})" in str(refused.value)
     assert "2 (another version" in str(refused.value)

@@ -73,7 +73,8 @@ def test_after_its_time_a_waiting_handoff_is_given_up(engine, tokens, log):
         assert got == tokens(prompt(LENGTH, seed), 6)
     assert decode.count("handoffs_received") == 1
     assert not decode.failures()
-    assert len(log) == 1
+    assert len(log) == 2
+    assert "the prefill engine hands nothing off (its arena is full)" in log[1]
     assert_clean(prefill, decode)
 
 

@@ -317,7 +317,10 @@ def test_a_preempted_request_may_load_again(sharer, shelf, tokens, overlap):
     for each in prompts:
         publish(first, shelf, each)
     second = sharer(usable_blocks=9, async_scheduling=overlap)
+    held = second.hold(loads=True)  # both run at the same time then
     ids = [second.submit(each, max_tokens=20) for each in prompts]
+    second.run(lambda: second.loads_under_way == 2)
+    held.open()
     second.run(lambda: second.done(*ids))
     assert second.preempted
     for request_id, each in zip(ids, prompts, strict=True):

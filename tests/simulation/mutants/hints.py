@@ -155,7 +155,7 @@ HINTS: Final = (
         "blocks in another arena of the host are neither pinned nor fetched ahead",
         (
             "omni_connector.prefix.hints",
-            "        return self.prefetch or self.pin_s > 0\n",
+            "        return self.prefetch or pins\n",
             "        return False\n",
         ),
     ),

@@ -757,7 +757,7 @@ def test_what_was_taken_may_go_in_the_middle_of_anything(open_connector: Connect
         Arena.create(1, 1 << 20) as arena,
         reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote,
     ):
-        found = [remote.take([0], 1 << 20, timeout=WAIT_S).data]
+        found = [remote.take([(0, 1 << 20)], timeout=WAIT_S)]
     pool = reader._engine.pool
     spare = pool._spare_bytes
 
