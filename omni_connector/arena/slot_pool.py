@@ -191,7 +191,8 @@ class SlotPool:
         self._free_by_stripe = count_by_stripe(np.arange(num_slots), self._stripes)
         self._order = EvictionOrder(num_slots, self._stripes)
         # When the pins end that requests have asked for by themselves, and those of sessions.
-        self._pinned_until, self._session_until = np.zeros(num_slots), np.zeros(num_slots)
+        self._pinned_until = np.zeros(num_slots)
+        self._session_until = np.zeros(num_slots)
         self._next_end = float("inf")  # the earliest end of a pin
 
     def counts(self) -> tuple[int, int, int]:

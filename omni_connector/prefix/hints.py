@@ -43,7 +43,7 @@ class PinPrefix(msgspec.Struct, frozen=True):
         ttl_seconds: for how long.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: Annotated[tuple[int, ...], Meta(min_length=1)]
     ttl_seconds: Annotated[float, Meta(ge=0, le=MAX_PIN_S)]
 
 

@@ -38,6 +38,17 @@ def test_of_hints_those_that_fit_are_followed(asked: object, hints: Hints, bad: 
 
 
 @pytest.mark.parametrize(
+    ("token_ids", "pinned"), [([1, 2], 2), ([1, 2, 3], 3), ([], 0), ([2], 0), ([1, 2, 3, 4], 0)]
+)
+def test_a_part_is_pinned_only_if_the_prompt_begins_with_it(
+    token_ids: list[int], pinned: int
+) -> None:
+    asked = {"omni_hints": {"pin_prefix": {"token_ids": token_ids, "ttl_seconds": 5}}}
+    hints, bad = read_hints(asked, None, [1, 2, 3])
+    assert (hints.pinned_tokens, hints.pin_s, bad) == (pinned, 5.0 * bool(pinned), not pinned)
+
+
+@pytest.mark.parametrize(
     ("xargs", "params", "hints", "bad"),
     [
         (None, {}, NO_HINTS, 0),
