@@ -6,8 +6,7 @@ router. Between the first half of all turns and the second, one engine is killed
 or not. In the second half counts how many tokens of the prompts did not have to be computed:
 
 - nobody is killed;
-- one is killed, and the other engine keeps what it had (`orphan_s`, 60 by default);
-- one is killed, and nobody keeps it (`"orphan_s": 0`), the control.
+- one is killed, and the other engine keeps what it had.
 
     python benchmarks/killed_engine.py [--sessions 20] [--turns 10] [--shared-tokens 8192] [--quick]
 
@@ -43,7 +42,7 @@ from traces import Turn, dialogues
 
 from omni_connector.testing.reference import Answer
 
-NOBODY, KEPT, LOST = "nobody is killed", "one is killed", "one is killed, orphan_s 0"
+NOBODY, KEPT = "nobody is killed", "one is killed"
 BLOCK = 128
 START_S = 240.0
 
@@ -72,7 +71,7 @@ class Half:
 
 def measure(place: Place, name: str, workload: Workload, expected: Sequence[Answer] | None) -> Half:
     """One configuration, with engines of its own."""
-    extra = {"arena_gib": HOST_GIB / 2, "orphan_s": 0 if name == LOST else 60}
+    extra = {"arena_gib": HOST_GIB / 2}
     config = {"kv_connector": OURS, "kv_role": "kv_both", "kv_connector_extra_config": extra}
     pair = [place.engine(f"{number}", config, core) for number, core in enumerate(cores())]
     middle = len(workload.turns) // 2
@@ -182,7 +181,7 @@ def main() -> int:
         cache_bytes = workload.cache_tokens() * TOKEN_BYTES
         place = Place(Path(folder), FAMILY, workload.longest() + BLOCK, cache_bytes)
         with place.logs_on_failure():
-            for name in (NOBODY, KEPT, LOST):
+            for name in (NOBODY, KEPT):
                 expected = results[NOBODY].answers if results else None
                 results[name] = measure(place, name, workload, expected)
                 print(row(name, results[name], results[NOBODY]), flush=True)

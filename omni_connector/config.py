@@ -30,6 +30,7 @@ _GONE: Final[Mapping[str, str]] = {
     "copy_threads": "a copy is shared by as many cores as a rank has beside vLLM's, 4 at most",
     "tenants": "cache salts have no parts of the arena of their own",
     "tenant_quota": "cache salts have no parts of the arena of their own",
+    "orphan_s": "what an engine had kept before it ended is kept for a minute",
     "pin_part": "at most a quarter of the arena is pinned, and nothing without `pin_s` in `hints`",
 }
 
@@ -53,9 +54,6 @@ _GIB = 1 << 30
 
 # Longest part of a value that an error shows, in characters.
 _SHOWN_CHARS = 200
-
-MAX_ORPHAN_S: Final = 86400.0
-"""Longest time, in seconds, for which the arena of an engine that has ended may be kept: a day."""
 
 HintName = Literal["no", "prefetch", "pin_s", "thinking", "over"]
 """A hint of a request: `no` is a value of `cache`."""
@@ -204,8 +202,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         mooncake: how Mooncake is started; see `MooncakeSettings`.
         share: whether this engine keeps full blocks in its arena, and shares them with the engines
             of its user and namespace on this host.
-        orphan_s: seconds for which engines of the host keep the arena of an engine that has ended,
-            so that they and its successor find its blocks; 0 keeps none.
         hints: which hints of requests are followed.
         store: where prefixes are shared with engines on any host, a Mooncake Store (`master`) or a
             folder of files (`path`); None shares none.
@@ -230,7 +226,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     peers: tuple[str, ...] = ()
     mooncake: MooncakeSettings = MooncakeSettings()
     share: bool = True
-    orphan_s: float = 60.0
     hints: tuple[HintName, ...] = ALL_HINTS
     store: StoreSettings | FileStoreSettings | None = None
     trace: str | None = None
@@ -311,7 +306,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             if getattr(self, key) is not None
         }
         checks["min_handoff_tokens"] = self._check_min_handoff_tokens
-        checks["orphan_s"] = self._check_orphan_s
         checks["mooncake"] = self.mooncake.check
         if self.store is not None:
             checks["store"] = self.store.check
@@ -324,12 +318,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def _check_min_handoff_tokens(self) -> None:
         if self.min_handoff_tokens < 0:
             raise ConfigError(f"min_handoff_tokens must not be negative, {self.min_handoff_tokens}")
-
-    def _check_orphan_s(self) -> None:
-        if not 0 <= self.orphan_s <= MAX_ORPHAN_S:
-            raise ConfigError(
-                f"orphan_s must be between 0 and {MAX_ORPHAN_S:g} seconds, not {self.orphan_s!r}"
-            )
 
     def _check_namespace(self) -> None:
         if not self.namespace or not all(c.isalnum() or c in "-_." for c in self.namespace):

@@ -92,7 +92,6 @@ class Loader:
         queued: seconds in which the work that asks could have gone on, but others did.
         threads: that share one copy.
         own: the arena of this rank and its endpoints; None where it has none.
-        keeps_orphans: whether mapped arenas outlive their owners here.
         pins: has the device read mapped arenas itself; used until `close`.
     """
 
@@ -113,7 +112,6 @@ class Loader:
         queued: Callable[[], float] = lambda: 0.0,
         threads: int = 1,
         own: tuple[Arena, tuple[Endpoint, ...]] | None = None,
-        keeps_orphans: bool = False,
         pins: Pins | None = None,
     ) -> None:
         self._threads = PeerThreads(context.start, notify)
@@ -122,7 +120,6 @@ class Loader:
             self._threads,
             context,
             own=None if own is None else {own[1]: OwnArena(own[1][0], own[0])},
-            keeps_orphans=keeps_orphans,
             pins=pins,
         )
         self._copies = None

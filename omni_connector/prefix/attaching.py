@@ -22,7 +22,6 @@ from msgspec import Meta, Struct
 from msgspec.msgpack import Decoder
 
 from omni_connector.arena.slot_index import Ints
-from omni_connector.config import MAX_ORPHAN_S
 from omni_connector.copy.arena_copies import AskCopy, Copied
 from omni_connector.errors import OmniError
 from omni_connector.net import rank_socket
@@ -41,6 +40,9 @@ AttachAhead = Callable[[tuple[Endpoint, ...]], bool]
 
 Keep = Callable[[tuple[Endpoint, ...], float], tuple[Endpoint, ...] | None]
 """Keeps an orphan; see `PeerArenas.keep`. Any thread may call it."""
+
+MAX_ORPHAN_S: Final = 86400.0
+"""Longest time, in seconds, for which a message may ask to keep an orphan: a day."""
 
 # Longest wait for the answers of one rank, in seconds. A rank that computes answers slowly, as its
 # threads share the interpreter.

@@ -33,13 +33,12 @@ from omni_connector.arena.available import available_bytes, spared_bytes
 from omni_connector.arena.block_index import MAX_SLOTS, BlockIndex, BlockIndexView
 from omni_connector.arena.format import EPOCH_BYTES
 from omni_connector.arena.slot_index import Ints
-from omni_connector.config import MAX_ORPHAN_S
 from omni_connector.errors import OmniError, PeerRefusedError, PeerUnreachableError
 from omni_connector.net import runtime
 from omni_connector.net.packets import PROTOCOL, Refusal, require_protocol
 from omni_connector.net.status import plain
 from omni_connector.net.unix import Connection, Listener
-from omni_connector.prefix.attaching import Arenas, Ranks, SlotCopy
+from omni_connector.prefix.attaching import MAX_ORPHAN_S, Arenas, Ranks, SlotCopy
 from omni_connector.runtime.context import EngineContext
 from omni_connector.stores.shared_blocks import reader_difference
 from omni_connector.transports import Endpoint
@@ -51,6 +50,10 @@ LOOK_S: Final = 1.0
 
 INDEX_KIND: Final = "i-"
 """Names of index sockets in the runtime folder begin with this."""
+
+ORPHAN_S: Final = 60.0
+"""Seconds for which an orphan is kept: an engine restarts in less, unless its model is large.
+`omni-connector keep` keeps what it had for longer."""
 
 # Longest wait for the answers of all new engines, in seconds.
 _ANSWER_S: Final = 1.0
@@ -232,7 +235,6 @@ class LocalEngine:
         ranks: attach the arenas of neighbours; closed with the neighbours.
         on_hits: called with slots and generations that a neighbour has read, on another thread;
             must not block.
-        orphan_s: seconds for which the arenas of an engine that has ended are kept; 0 for none.
         traits: by name; see `GiveIndex`.
         stripes: for each of the arenas, over how many of them slots are spread, here and at the
             neighbours; none where every rank has all slots.
@@ -245,7 +247,6 @@ class LocalEngine:
     arenas: Arenas
     ranks: Ranks
     on_hits: Callable[[Ints, Ints], None]
-    orphan_s: float = 0.0
     stripes: tuple[int, ...] = ()
     traits: Mapping[str, str] = field(default_factory=dict)
 
@@ -309,7 +310,6 @@ class Orphans:
     ) -> None:
         self._ranks = local_engine.ranks
         self._readers = local_engine.readers
-        self._seconds = local_engine.orphan_s
         self._clock = clock
         self._memory_is_short = memory_is_short
         self._lock = threading.Lock()  # against the thread that gives indexes
@@ -327,7 +327,7 @@ class Orphans:
             seconds: for how long others keep it yet.
         """
         now = self._clock()
-        seconds = min(seconds, self._seconds)
+        seconds = min(seconds, ORPHAN_S)
         epoch = neighbour.index.epoch
         with self._lock:
             if seconds > 0 and epoch not in self._orphans and len(self._orphans) < _MAX_ORPHANS:
@@ -638,8 +638,7 @@ class HostNeighbours:
             logger.info("Reading what %s had kept, which has ended", reply.named(name))
         else:
             logger.info("Sharing prefixes with %s", reply.named(name))
-        if self._local_engine.orphan_s > 0:
-            self._take_orphans(name, reply.orphans)
+        self._take_orphans(name, reply.orphans)
 
     def _take_orphans(self, name: str, epochs: Sequence[bytes]) -> None:
         """Take what a neighbour has of engines that ended before this one met them."""
@@ -672,13 +671,13 @@ class HostNeighbours:
         """An engine that was met has ended."""
         met = self._met.pop(name)
         met.connection.close()
-        if not met.attached or self._local_engine.orphan_s <= 0:
+        if not met.attached:
             os.close(met.descriptor)
             return
         logger.info(
             "The blocks of %s, which has ended, can be read for %g s more",
             met.engine,
-            self._local_engine.orphan_s,
+            ORPHAN_S,
         )
         self._orphans.adopt(met.neighbour, met.descriptor)
 

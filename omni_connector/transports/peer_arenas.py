@@ -57,13 +57,11 @@ class _Attached:
     Args:
         endpoint: of the arena.
         mapped: whether it is read in place.
-        notice: seconds after its owner's end in which it is kept for a first `keep`.
     """
 
-    def __init__(self, endpoint: Endpoint, mapped: bool, notice: float) -> None:
+    def __init__(self, endpoint: Endpoint, mapped: bool) -> None:
         self.endpoint = endpoint
         self.mapped = mapped
-        self._notice = notice
         self.arena: Future[RemoteArena] = Future()
         self.users = 0
         self.used_at = 0.0
@@ -88,7 +86,7 @@ class _Attached:
         if self.arena.result().alive:
             return True
         if self.kept_until is None:
-            self.kept_until = now + self._notice
+            self.kept_until = now + NOTICE_S
         return self.mapped and now < self.kept_until
 
     def useless(self, now: float) -> bool:
@@ -107,7 +105,6 @@ class PeerArenas:
         context: clock, trace, and how the thread starts that searches for owners that have gone.
         period: seconds between two searches.
         own: the arenas of this rank itself, by their endpoints.
-        keeps_orphans: whether mapped arenas outlive their owners here.
         pins: has the device read mapped arenas itself; used until `close`.
     """
 
@@ -118,12 +115,10 @@ class PeerArenas:
         context: EngineContext,
         period: float = WATCH_S,
         own: Mapping[tuple[Endpoint, ...], RemoteArena] | None = None,
-        keeps_orphans: bool = False,
         pins: Pins | None = None,
     ) -> None:
         self._pins = pins
         self.own: Final = own or {}
-        self._notice = NOTICE_S if keeps_orphans else 0.0
         self._transports = transports
         self._threads = threads
         self._clock = context.clock
@@ -167,7 +162,7 @@ class PeerArenas:
             if known is None or known.failed:
                 if known is not None:
                     self._drop(known)
-                known = _Attached(endpoint, transport.supports_mapping, self._notice)
+                known = _Attached(endpoint, transport.supports_mapping)
                 self._known[endpoint] = known
                 self._threads.submit(endpoint.address, partial(self._attach, transport, known))
             known.users += 1

@@ -614,7 +614,6 @@ class _Assembly:
                 ),
                 stripes=self._ours.stripes_by_arena,
                 on_hits=partial(touch, pool),
-                orphan_s=config.orphan_s,
             )
             neighbours = self._surroundings.neighbours(engine, self._context)
         except BaseException:

@@ -345,7 +345,6 @@ class OmniWorker:
                 notify=loads.notify,
                 queued=loads.queued,
                 own=(arena.arena, arena.endpoints) if arena is not None else None,
-                keeps_orphans=self._shares and self._config.orphan_s > 0,
                 pins=pinning,
             )
         except BaseException:

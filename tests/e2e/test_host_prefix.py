@@ -28,8 +28,6 @@ pytestmark = pytest.mark.e2e
 
 WAIT_S = 60.0
 
-# Longer than an engine takes to start on the slowest machine.
-KEEPS_ORPHANS = {"orphan_s": 600}
 # Seconds between two requests that have an engine tell what it has counted.
 TOLD_S = 0.2
 ORPHAN = "Found blocks of an engine that has ended"
@@ -69,7 +67,7 @@ class Host:
 
 @pytest.fixture(scope="module")
 def host(engine_pool: Pool) -> Iterator[Host]:
-    engines = [engine_pool.new("share", connector=KEEPS_ORPHANS) for _ in range(2)]
+    engines = [engine_pool.new("share") for _ in range(2)]
     try:
         for engine in engines:
             engine.start()
@@ -215,10 +213,10 @@ def test_a_killed_engine_takes_no_answer_with_it_and_its_successor_starts_warm(
         third.kill()
     finally:
         third.stop()
-    # One that takes no orphans is the control: it finds nothing.
+    # One of another namespace is the control: it finds nothing.
     successors = [
-        host.pool.new("share", connector=KEEPS_ORPHANS),
-        host.pool.new("share", connector={"orphan_s": 0}),
+        host.pool.new("share"),
+        host.pool.new("share", connector={"namespace": "elsewhere"}),
     ]
     found, failures = host.count("tokens_from_host"), host.count("failures")
     try:

@@ -90,7 +90,6 @@ class Host:
             tuple(endpoints),
             RanksThatKeep(name),
             lambda *_: None,
-            60.0,
         )
         made = HostNeighbours(local_engine, EngineContext(self.clock), lambda: False)
         ends.enter_context(contextlib.closing(made))

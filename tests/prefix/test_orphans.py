@@ -66,9 +66,7 @@ class Host:
         self.short = False
         self.ranks: dict[str, RanksThatKeep] = {}
 
-    def engine(
-        self, name: str, *, orphan_s: float = 60.0, model: bytes = bytes(16)
-    ) -> HostNeighbours:
+    def engine(self, name: str, *, model: bytes = bytes(16)) -> HostNeighbours:
         epoch = name.encode().ljust(16, b".")
         index = self._ends.enter_context(contextlib.closing(BlockIndex.create(8, epoch)))
         index.add(TAGS, np.array([3, 5]), np.array([1, 2]))
@@ -82,7 +80,6 @@ class Host:
             ((arena,),),
             self.ranks[name],
             lambda *_: None,
-            orphan_s,
         )
         made = HostNeighbours(local_engine, EngineContext(self.clock), lambda: self.short)
         return self._ends.enter_context(contextlib.closing(made))
@@ -105,9 +102,9 @@ def look(*engines: HostNeighbours) -> None:
         engine.look()
 
 
-def left_alone(host: Host, **how: float) -> HostNeighbours:
+def left_alone(host: Host) -> HostNeighbours:
     """An engine whose neighbour, "gone", has ended."""
-    reader, gone = host.engine("reader", **how), host.engine("gone")
+    reader, gone = host.engine("reader"), host.engine("gone")
     look(reader, gone)
     assert addresses(reader, orphans=False) == ["gone"]
     gone.close()
@@ -152,12 +149,9 @@ def test_an_engine_that_starts_then_gets_it_from_who_has_it(host: Host) -> None:
     assert not any("gone" in each for each in addresses(last, orphans=True))
 
 
-@pytest.mark.parametrize("why", ["off", "ranks", "memory"])
+@pytest.mark.parametrize("why", ["ranks", "memory"])
 def test_an_orphan_that_cannot_be_kept_is_let_go(host: Host, why: str) -> None:
-    reader, gone = (
-        host.engine("reader", orphan_s=0.0 if why == "off" else 60.0),
-        host.engine("gone"),
-    )
+    reader, gone = host.engine("reader"), host.engine("gone")
     look(reader, gone)
     gone.close()
     host.ranks["reader"].lacks = why == "ranks"

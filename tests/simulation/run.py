@@ -26,7 +26,7 @@ from omni_connector.copy import host, host_rows, jobs
 from omni_connector.copy.native import native_copy
 from omni_connector.net import runtime
 from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
-from omni_connector.prefix import saves, store_jobs
+from omni_connector.prefix import neighbours, saves, store_jobs
 from omni_connector.stores import file_folder, file_store
 from omni_connector.stores.shared_blocks import CORRUPT
 from omni_connector.transports import reading
@@ -36,7 +36,7 @@ from tests.simulation.check import held_by, leftovers, sizes
 from tests.simulation.cluster import Cluster
 from tests.simulation.engines.connector import IS_LATE
 from tests.simulation.engines.engine import SimulatedEngine
-from tests.simulation.engines.settings import HANDOFF_TTL_S, EngineShape
+from tests.simulation.engines.settings import HANDOFF_TTL_S, ORPHAN_S, EngineShape
 from tests.simulation.plan import LONGEST, Plan, groups_of
 from tests.simulation.promises import arena_is_free
 from tests.simulation.surroundings.world import Killed, Violation, World
@@ -129,6 +129,7 @@ def told(plan: Plan) -> tuple[Failure | None, tuple[str, ...]]:
         try:
             jobs.BATCH_BYTES = plan.piece_bytes  # type: ignore[misc]
             slot_pool.PIN_PART = plan.pin_part  # type: ignore[misc]
+            neighbours.ORPHAN_S = ORPHAN_S  # type: ignore[misc]
             for module, name, made in _NATIVE:
                 setattr(module, name, made if plan.native else _nothing)
             cluster = Cluster(plan)

@@ -16,6 +16,7 @@ from omni_connector.errors import PeerUnreachableError
 from omni_connector.prefix import neighbours as module
 from omni_connector.prefix.neighbours import HostNeighbours
 from omni_connector.runtime.context import PROCESS_CONTEXT
+from omni_connector.transports import peer_arenas
 from omni_connector.transports.shm import SharedMemoryTransport
 from omni_connector.vllm_v1 import scheduler as scheduler_module
 from tests import inspection
@@ -336,8 +337,15 @@ def test_what_an_engine_had_is_found_after_its_end_by_others_and_its_successor(
     assert not successor.failures()
 
 
-def test_an_engine_that_has_died_is_no_neighbour_any_more(sharer, tokens):
-    first, second = sharer(), sharer(extra={"orphan_s": 0})
+@pytest.fixture
+def short_of_memory(sharer, monkeypatch):
+    """Engines keep no orphans: the host has no memory for them."""
+    monkeypatch.setattr(peer_arenas, "NOTICE_S", 0.0)
+    monkeypatch.setattr(module, "available_bytes", lambda: 0)
+
+
+def test_an_engine_that_has_died_is_no_neighbour_any_more(sharer, tokens, short_of_memory):
+    first, second = sharer(), sharer()
     publish(first)
     first.shutdown()
     wait(lambda: not neighbours(second).present())
@@ -361,8 +369,8 @@ def test_an_engine_that_closes_while_a_request_waits_lets_go_of_the_indexes_of_o
     assert index() is None
 
 
-def test_an_engine_whose_arena_is_gone_costs_computing(sharer, tokens):
-    first, second = sharer(), sharer(extra={"orphan_s": 0})
+def test_an_engine_whose_arena_is_gone_costs_computing(sharer, tokens, short_of_memory):
+    first, second = sharer(), sharer()
     publish(first)
     present = neighbours(second).present()
     first.shutdown()
@@ -873,10 +881,9 @@ def test_of_what_two_requests_ask_for_a_block_the_more_is_done(sharer):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prefetch_brings_blocks_into_the_own_arena(sharer, engine, family):
+def test_a_prefetch_brings_blocks_into_the_own_arena(sharer, engine, family, short_of_memory):
     # The third engine is to find the second one's arena, not what the first one left.
-    alone = {"extra": {"orphan_s": 0}, "family": family}
-    first, second = sharer(**alone), sharer(**alone)
+    first, second = sharer(family=family), sharer(family=family)
     publish(first)
     assert len(publish(second, QUESTION, max_tokens=20, params=hints(prefetch=True)).tokens) == 1
     assert second.count("tokens_from_host") == 6 * BLOCK

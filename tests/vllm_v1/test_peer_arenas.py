@@ -185,22 +185,20 @@ def endpoint(address: str = "a", epoch: bytes = b"e") -> tuple[Endpoint, ...]:
 class Kept:
     """`PeerArenas` in which nothing happens by itself."""
 
-    def __init__(self, supports_mapping: bool = True, keeps_orphans: bool = False) -> None:
+    def __init__(self, supports_mapping: bool = True) -> None:
         self.clock = FakeClock()
         self.transports = Transports(supports_mapping)
         self.threads = Here()
         context = EngineContext(self.clock)
-        self.arenas = PeerArenas(
-            self.transports, self.threads, context, 1e9, keeps_orphans=keeps_orphans
-        )
+        self.arenas = PeerArenas(self.transports, self.threads, context, 1e9)
 
 
 @pytest.fixture
 def keep():
     made: list[Kept] = []
 
-    def make(supports_mapping: bool = True, keeps_orphans: bool = False) -> Kept:
-        made.append(Kept(supports_mapping, keeps_orphans))
+    def make(supports_mapping: bool = True) -> Kept:
+        made.append(Kept(supports_mapping))
         return made[-1]
 
     yield make
@@ -218,6 +216,8 @@ def test_loads_share_an_arena_and_the_last_one_lets_go(keep):
     assert kept.arenas.let_go()
     assert not arena.closed
     two.close(failed=False)
+    assert kept.arenas.let_go()
+    kept.clock.advance(arenas_module.NOTICE_S)
     assert not kept.arenas.let_go()
     assert arena.closed == 1
 
@@ -243,6 +243,8 @@ def test_another_epoch_at_the_address_is_another_arena(keep):
     old.close(failed=False)
     assert new.get(endpoint(epoch=b"f")) is not first
     first.alive = False  # its owner was restarted
+    kept.arenas.let_go()
+    kept.clock.advance(arenas_module.NOTICE_S)
     kept.arenas.let_go()
     assert first.closed == 1
 
@@ -275,7 +277,7 @@ def test_an_idle_arena_is_kept_where_its_owners_end_will_tell(keep, mapped):
 
 
 def test_an_orphan_is_read_and_handed_on_as_long_as_it_is_kept(keep):
-    kept = keep(keeps_orphans=True)
+    kept = keep()
     assert kept.arenas.attach_ahead(endpoint())
     (arena,) = kept.transports.made
     arena.alive = False
@@ -296,20 +298,19 @@ def test_an_orphan_is_read_and_handed_on_as_long_as_it_is_kept(keep):
     assert kept.arenas.keep(endpoint(), 60.0) is None
 
 
-@pytest.mark.parametrize("keeps_orphans", [True, False])
-def test_an_orphan_is_let_go_if_nobody_asks_for_it(keep, keeps_orphans):
-    kept = keep(keeps_orphans=keeps_orphans)
+def test_an_orphan_is_let_go_if_nobody_asks_for_it(keep):
+    kept = keep()
     kept.arenas.attach_ahead(endpoint())
     (arena,) = kept.transports.made
     arena.alive = False
-    assert kept.arenas.let_go() is keeps_orphans
+    assert kept.arenas.let_go()
     kept.clock.advance(arenas_module.NOTICE_S)
     assert not kept.arenas.let_go()
     assert arena.closed == 1
 
 
 def test_an_arena_that_is_fetched_has_no_orphan(keep):
-    kept = keep(supports_mapping=False, keeps_orphans=True)
+    kept = keep(supports_mapping=False)
     kept.arenas.attach_ahead(endpoint())
     assert kept.arenas.keep(endpoint(), 60.0) is None
 

@@ -162,7 +162,6 @@ def extra_config(shape: EngineShape, slot_bytes: int) -> dict[str, Any]:
         "handoff_ttl_s": HANDOFF_TTL_S,
         "integrity": shape.integrity,
         "share": shape.hosts,
-        "orphan_s": ORPHAN_S if shape.slots % 3 else 0.0,
     }
     if shape.shares:
         extra["store"] = {"master": "127.0.0.1:1", "lookup_timeout_s": LOOKUP_TIMEOUT_S}

@@ -264,8 +264,7 @@ class SimulatedNeighbours(Home, Neighbours):
     def ended(self, other: Home) -> None:
         """Another engine has gone; what it has kept can still be read for a while."""
         met = self._met.get(other)
-        keeps = met in self._present and self.local_engine.orphan_s > 0
-        if met is not None and keeps:
+        if met is not None and met in self._present:
             self._adopt(met, os.dup(self._indexes[other]), math.inf)
         self.forget(other)
 
