@@ -239,9 +239,7 @@ def local_engine(place: Path, **ranks: Any) -> Iterator[LocalEngine]:
     )
     vars(asked).update(ranks)
     with contextlib.closing(BlockIndex.create(8, os.urandom(16))) as index:
-        yield LocalEngine(
-            place, "engine", bytes(16), index, ((arena,),), asked, lambda *_: None, 1.0
-        )
+        yield LocalEngine(place, "engine", bytes(16), index, ((arena,),), asked, lambda *_: None)
 
 
 @case("omni-neighbours")
