@@ -21,6 +21,7 @@ from tests.simulation.draws import plan_of
 from tests.simulation.engines import settings
 from tests.simulation.features import FEATURES
 from tests.simulation.mutants import command as mutants
+from tests.simulation.mutants.faults import Change
 from tests.simulation.mutants.mutations import MUTANTS
 from tests.simulation.plan import has_states
 from tests.simulation.run import laboratory, run, told
@@ -196,8 +197,21 @@ def test_mutants_fit_the_sources():
         for change in mutant.changes:
             spec = importlib.util.find_spec(change.module)
             source = Path(spec.origin).read_text()
-            assert source.count(change.old) == 1, mutant.name
-            compile(source.replace(change.old, change.new), mutant.name, "exec")
+            compile(change.applied(source), mutant.name, "exec")
+
+
+def test_a_mutants_place_is_a_statement_whatever_it_looks_like():
+    source = "def a():\n    f(  # why\n        1,\n        2,\n    )\n\ndef b():\n    f(1, 2)\n"
+    changed = Change("m:a", "f(1, 2)", "g()\nh()").applied(source)
+    assert changed == "def a():\n    g()\n    h()\n\ndef b():\n    f(1, 2)\n"
+    for place, old in [
+        ("m", "f(1, 2)"),
+        ("m:a", "f(1, 2, 3)"),
+        ("m:a", "f(12"),
+        ("m:c", "f(1, 2)"),
+    ]:
+        with pytest.raises(ValueError, match=r"places|no function"):
+            Change(place, old, "").applied(source)
 
 
 def test_the_table_of_mutants_is_kept_with_those_that_were_not_found(tmp_path, monkeypatch, capsys):

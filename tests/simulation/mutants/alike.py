@@ -9,33 +9,25 @@ ALIKE: Final = (
     mutant(
         "an unused adapter is replaced unnoticed",
         "blocks of an adapter wait to be kept while vLLM computes them anew with another one",
-        (
-            "omni_connector.vllm_v1.scheduler",
-            "            if replaced is not None:\n",
-            "            if replaced is Replaced.IN_USE:\n",
-        ),
+        ("vllm_v1.scheduler", "if replaced is not None:", "if replaced is Replaced.IN_USE:"),
     ),
     mutant(
         "what waits stays where an adapter was replaced",
         "only copies that are on their way are void",
-        (
-            "omni_connector.prefix.saves",
-            "        self.suspend()\n        for job_id in self._under_way:\n",
-            "        for job_id in self._under_way:\n",
-        ),
+        ("prefix.saves:PrefixSaves.distrust", "self.suspend()", ""),
     ),
     mutant(
         "copies are of whoever has the id",
         "copies of a request that is over count as those of the request that has its id now",
         (
-            "omni_connector.handoff.sender",
-            "        send.jobs.pop(job_id, None)\n        del self._copying[job_id]\n",
-            "        send.jobs.pop(job_id, None)\n        del self._copying[job_id]\n"
-            "        named = [each for each in self.admitted\n"
-            "            if each.request.request_id == send.request.request_id]\n"
-            "        latest = named[-1] if named else send\n"
-            "        if latest is not send:\n"
-            "            send, handoff = latest, latest.handoff or handoff\n",
+            "handoff.sender",
+            "del self._copying[job_id]",
+            "del self._copying[job_id]\n"
+            "named = [each for each in self.admitted\n"
+            "    if each.request.request_id == send.request.request_id]\n"
+            "latest = named[-1] if named else send\n"
+            "if latest is not send:\n"
+            "    send, handoff = latest, latest.handoff or handoff",
         ),
     ),
 )

@@ -210,11 +210,7 @@ def infect(mutant: Mutant) -> None:
         if source is None:
             with open(spec.origin, encoding="utf-8") as file:
                 source = file.read()
-        if source.count(change.old) != 1:
-            raise ValueError(
-                f"mutant {mutant.name} fits {source.count(change.old)} places of {change.module}"
-            )
-        sources[change.module] = source.replace(change.old, change.new)
+        sources[change.module] = change.applied(source)
     sys.meta_path.insert(0, _Finder(sources))
 
 

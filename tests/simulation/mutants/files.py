@@ -10,36 +10,32 @@ FILES: Final = (
         "what nobody else can find is stored",
         "an engine of unknown weights fills the store with blocks under a prefix of its own",
         (
-            "omni_connector.prefix.shared_prefix",
-            "        self.saves.stores = weights is not None\n",
-            "        self.saves.stores = True\n",
+            "prefix.shared_prefix",
+            "self.saves.stores = weights is not None",
+            "self.saves.stores = True",
         ),
     ),
     mutant(
         "the newest files are swept",
         "a sweep removes what was asked for last",
         (
-            "omni_connector.stores.file_sweep",
-            "                file.used_ns < newest or (file.used_ns == newest and excess > 0)\n",
-            "                file.used_ns > newest or (file.used_ns == newest and excess > 0)\n",
+            "stores.file_sweep",
+            "file.used_ns < newest or (file.used_ns == newest and excess > 0)",
+            "file.used_ns > newest or (file.used_ns == newest and excess > 0)",
         ),
     ),
     mutant(
         "nobody sweeps",
         "the files grow beyond the size of the store",
-        (
-            "omni_connector.stores.file_sweep",
-            "            if total is None or total > _HIGH * self._limit:\n",
-            "            if False:\n",
-        ),
+        ("stores.file_sweep", "if total is None or total > _HIGH * self._limit:", "if False:"),
     ),
     mutant(
         "a sweep removes all",
         "what is younger than the oldest files goes, too",
         (
-            "omni_connector.stores.file_sweep",
-            "        newest = used[order[np.searchsorted(np.cumsum(taken[order]), excess)]]\n",
-            "        newest = used.max()\n",
+            "stores.file_sweep",
+            "newest = used[order[np.searchsorted(np.cumsum(taken[order]), excess)]]",
+            "newest = used.max()",
         ),
     ),
 )

@@ -9,62 +9,50 @@ HINTS: Final = (
     mutant(
         "a pin does not end",
         "slots whose pins are past their time stay pinned",
-        (
-            "omni_connector.arena.slot_pool",
-            "        due = slot_ids[ends <= now]\n",
-            "        due = slot_ids[:0]\n",
-        ),
+        ("arena.slot_pool", "due = slot_ids[ends <= now]", "due = slot_ids[:0]"),
     ),
     mutant(
         "a pinned slot is evicted",
         "pinned slots are in the order of eviction as others are",
         (
-            "omni_connector.arena.eviction",
-            "        self.num_pinned += len(slot_ids) if kind == _PINNED else 0\n",
-            "        kind %= _PINNED\n",
+            "arena.eviction",
+            "self.num_pinned += len(slot_ids) if kind == _PINNED else 0",
+            "kind %= _PINNED",
         ),
     ),
     mutant(
         "pinned slots are thought to be available",
         "hand-offs and saves take as many slots as if no cached slot were pinned",
         (
-            "omni_connector.arena.slot_pool",
-            "        return self._num_free + self.num_cached - self._order.num_pinned\n",
-            "        return self._num_free + self.num_cached\n",
+            "arena.slot_pool",
+            "return self._num_free + self.num_cached - self._order.num_pinned",
+            "return self._num_free + self.num_cached",
         ),
     ),
     mutant(
         "slots that leave the cache stay counted as pinned",
         "a pinned slot that a hand-off takes out of the cache still counts among those in it",
-        (
-            "omni_connector.arena.eviction",
-            "            self.num_pinned -= count if stamp % KINDS == _PINNED else 0\n",
-            "",
-        ),
+        ("arena.eviction", "self.num_pinned -= count if stamp % KINDS == _PINNED else 0", ""),
     ),
     mutant(
         "a pinned slot lacks twice",
         "a hand-off that uses pinned slots again is thought to need room for them",
         (
-            "omni_connector.arena.slot_pool",
-            "        lost = len(from_cache) - np.count_nonzero(self.pinned(from_cache))\n",
-            "        lost = len(from_cache)\n",
+            "arena.slot_pool",
+            "lost = len(from_cache) - np.count_nonzero(self.pinned(from_cache))",
+            "lost = len(from_cache)",
         ),
     ),
     mutant(
         "a later pin ends an earlier one",
         "a pin that is asked for last counts, even if it ends sooner",
-        (
-            "omni_connector.arena.slot_pool",
-            "np.maximum(until_of[pinned] * self.pinned(pinned), asked)",
-            "asked",
-        ),
+        ("arena.slot_pool", "np.maximum(until_of[pinned] * self.pinned(pinned), asked)", "asked"),
     ),
     mutant(
         "a newer state of a session ends all of its pins",
         "blocks that the newer state asks for, too, are not pinned any more",
         (
-            "omni_connector.prefix.sessions",
+            "prefix.sessions",
             "_without(former.keys, keys if pins and not over else ())",
             "former.keys",
         ),
@@ -73,16 +61,16 @@ HINTS: Final = (
         "a session ends the pins of others",
         "blocks that were pinned by requests without a session are not pinned any more",
         (
-            "omni_connector.arena.slot_pool",
-            "        over = slot_ids[self._pinned_until[slot_ids] <= now]\n",
-            "        over = slot_ids\n",
+            "arena.slot_pool",
+            "over = slot_ids[self._pinned_until[slot_ids] <= now]",
+            "over = slot_ids",
         ),
     ),
     mutant(
         "a session that is over takes pinned blocks with it",
         "blocks that others have pinned are let go",
         (
-            "omni_connector.prefix.host_blocks",
+            "prefix.host_blocks",
             "self._pool.drop(slots[~self._pool.pinned(slots)])",
             "self._pool.drop(slots)",
         ),
@@ -91,7 +79,7 @@ HINTS: Final = (
         "pins that have ended stay counted",
         "what was pinned once is taken from what may be pinned, for ever",
         (
-            "omni_connector.arena.eviction",
+            "arena.eviction",
             "(len(slot_ids) if pinned else 0) - self._pins_among(slot_ids)",
             "(len(slot_ids) - self._pins_among(slot_ids) if pinned else 0)",
         ),
@@ -100,107 +88,82 @@ HINTS: Final = (
         "pins go beyond the part of the arena",
         "requests may pin any number of blocks",
         (
-            "omni_connector.arena.slot_pool",
-            "        granted = ~new | (new.cumsum() <= room)\n",
-            "        granted = np.ones(len(new), bool)\n",
+            "arena.slot_pool",
+            "granted = ~new | (new.cumsum() <= room)",
+            "granted = np.ones(len(new), bool)",
         ),
     ),
     mutant(
         "a pin is for one block",
         "of the blocks of a step only the first is pinned",
         (
-            "omni_connector.arena.slot_pool",
-            "        granted = ~new | (new.cumsum() <= room)\n",
-            "        granted = ~new | (new.cumsum() <= min(room, 1))\n",
+            "arena.slot_pool",
+            "granted = ~new | (new.cumsum() <= room)",
+            "granted = ~new | (new.cumsum() <= min(room, 1))",
         ),
     ),
     mutant(
         "a pin outlives its block",
         "a slot that becomes free stays pinned, with whatever it holds next",
-        (
-            "omni_connector.arena.eviction",
-            " = self.pinned[slot_ids] = False\n",
-            " = False\n",
-        ),
+        ("arena.eviction", "= self.pinned[slot_ids] = False", "= False"),
     ),
     mutant(
         "a pin outlives its weights",
         "what is held when the weights change stays pinned",
-        (
-            "omni_connector.arena.eviction",
-            "        self.pinned[:] = False\n",
-            "",
-        ),
+        ("arena.eviction", "self.pinned[:] = False", ""),
     ),
     mutant(
         "defect: what nobody finds any more stays pinned",
         "the slots of a copy whose request has gone take room for pins until the copy has ended",
-        (
-            "omni_connector.arena.slot_pool",
-            "            self._order.unused(lost)\n",
-            "",
-        ),
+        ("arena.slot_pool", "self._order.unused(lost)", ""),
     ),
     mutant(
         "what shall not be kept is kept",
         "`cache: no` changes nothing",
-        (
-            "omni_connector.prefix.saves",
-            '        if prompt.hints.cache != "no":\n',
-            "        if True:\n",
-        ),
+        ("prefix.saves", 'if prompt.hints.cache != "no":', "if True:"),
     ),
     mutant(
         "what a neighbour has is not brought",
         "blocks in another arena of the host are neither pinned nor fetched ahead",
-        (
-            "omni_connector.prefix.hints",
-            "        return self.prefetch or pins\n",
-            "        return False\n",
-        ),
+        ("prefix.hints", "return self.prefetch or pins", "return False"),
     ),
     mutant(
         "a prefetch answers on",
         "a request that only brings blocks computes its whole answer",
         (
-            "omni_connector.vllm_v1.requests",
-            "    if hints.prefetch and request.kv_transfer_params is None:\n",
-            "    if False:\n",
+            "vllm_v1.requests",
+            "if hints.prefetch and request.kv_transfer_params is None:",
+            "if False:",
         ),
     ),
     mutant(
         "a wrong hint ends the engine",
         "hints of a wrong type are not caught",
         (
-            "omni_connector.prefix.hints",
-            "            except (msgspec.ValidationError, UnicodeError, RecursionError):\n",
-            "            except (UnicodeError, RecursionError):\n",
+            "prefix.hints",
+            "except (msgspec.ValidationError, UnicodeError, RecursionError):",
+            "except (UnicodeError, RecursionError):",
         ),
     ),
     mutant(
         "new blocks that are asked for are passed over",
         "where new blocks are kept at second sight only, so are those that a request asks to keep",
         (
-            "omni_connector.prefix.host_blocks",
-            "        admitted = new.keeps_here\n"
-            "        others = new.at(np.flatnonzero(~admitted))\n",
-            "        admitted = np.zeros(len(new), bool)\n        others = new\n",
+            "prefix.host_blocks",
+            "admitted = new.keeps_here\nothers = new.at(np.flatnonzero(~admitted))",
+            "admitted = np.zeros(len(new), bool)\nothers = new",
         ),
     ),
     mutant(
         "of a long prompt only a part is pinned",
         "blocks that are asked for do not wait for the end of the copies under way",
-        (
-            "omni_connector.prefix.saves",
-            "        self._waiting += waiting\n",
-            "        waiting = []\n",
-        ),
+        ("prefix.saves", "self._waiting += waiting", "waiting = []"),
     ),
     mutant(
         "what waits is saved whatever its block holds",
         "blocks whose turn it is are copied although vLLM has given them to others",
         (
-            "omni_connector.prefix.saves",
+            "prefix.saves",
             "self._finds(self._group_ids[group], block_ids, blocks.cached_as)",
             "[True] * len(blocks)",
         ),
@@ -208,37 +171,29 @@ HINTS: Final = (
     mutant(
         "what waits is forgotten at rest",
         "an engine without requests and copies makes no further step for blocks that wait",
-        (
-            "omni_connector.vllm_v1.scheduler",
-            "            or any(product.has_work() for product in self._products)\n",
-            "",
-        ),
+        ("vllm_v1.scheduler", "or any(product.has_work() for product in self._products)", ""),
     ),
     mutant(
         "what waits outlives its weights",
         "blocks that waited when the weights changed are kept as those of the new ones",
-        (
-            "omni_connector.prefix.saves",
-            "        self._waiting.clear()\n",
-            "",
-        ),
+        ("prefix.saves", "self._waiting.clear()", ""),
     ),
     mutant(
         "what waits takes its turn early",
         "copies of blocks that have waited hold more KV blocks than copies may",
         (
-            "omni_connector.prefix.saves",
-            "        left = room = min(_AT_ONCE, self._room(host))\n",
-            "        left = room = host.room(_AT_ONCE)\n",
+            "prefix.saves",
+            "left = room = min(_AT_ONCE, self._room(host))",
+            "left = room = host.room(_AT_ONCE)",
         ),
     ),
     mutant(
         "what is being loaded is saved",
         "blocks of a request that vLLM does not schedule yet are saved, too",
         (
-            "omni_connector.prefix.saves",
-            "            if tokens := scheduled.get(request.request_id):\n",
-            "            if (tokens := scheduled.get(request.request_id, 0)) >= 0:\n",
+            "prefix.saves",
+            "if tokens := scheduled.get(request.request_id):",
+            "if (tokens := scheduled.get(request.request_id, 0)) >= 0:",
         ),
     ),
 )

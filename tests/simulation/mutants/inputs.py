@@ -9,17 +9,13 @@ INPUTS: Final = (
     mutant(
         "digests know tokens alone",
         "where block hashes are not compared, a hand-off of another salt or image is loaded",
-        (
-            "omni_connector.handoff.prompt",
-            '[text.encode("utf-8", "surrogatepass") for text in self.extra]',
-            "[]",
-        ),
+        ("handoff.prompt", '[text.encode("utf-8", "surrogatepass") for text in self.extra]', "[]"),
     ),
     mutant(
         "salts are not compared",
         "engines of other block sizes load a hand-off of another salt",
         (
-            "omni_connector.vllm_v1.requests",
+            "vllm_v1.requests",
             '[f"salt={request.cache_salt}"] if request.cache_salt is not None else []',
             "[]",
         ),
@@ -28,54 +24,38 @@ INPUTS: Final = (
         "images are not compared",
         "engines of other block sizes load a hand-off of another image",
         (
-            "omni_connector.vllm_v1.requests",
-            '        extra.append(f"mm={feature.identifier}@{place.offset}+{place.length}")\n',
-            "        del place\n",
+            "vllm_v1.requests",
+            'extra.append(f"mm={feature.identifier}@{place.offset}+{place.length}")',
+            "del place",
         ),
     ),
     mutant(
         "embeddings are not compared",
         "where block hashes are not compared, a hand-off of other embeddings is loaded",
-        (
-            "omni_connector.handoff.prompt",
-            "        hasher.update(self._embedded_from(covered))\n",
-            "",
-        ),
+        ("handoff.prompt", "hasher.update(self._embedded_from(covered))", ""),
     ),
     mutant(
         "adapters are not compared",
         "what one adapter has computed is handed off to another one",
-        (
-            "omni_connector.vllm_v1.requests",
-            "    if adapter:\n",
-            "    if False:\n",
-        ),
+        ("vllm_v1.requests", "if adapter:", "if False:"),
     ),
     mutant(
         "an arena's keys know an adapter's name alone",
         "its blocks are found by engines that have loaded other files of that name",
-        (
-            "omni_connector.prefix.prompts",
-            "names_with_adapter(names, self.adapter)",
-            "names",
-        ),
+        ("prefix.prompts", "names_with_adapter(names, self.adapter)", "names"),
     ),
     mutant(
         "a store's keys know an adapter's name alone",
         "its blocks are found by engines that have loaded other files of that name",
         (
-            "omni_connector.prefix.prompts",
-            '        return f"{engines}/{self.adapter}" if self.adapter else engines\n',
-            "        return engines\n",
+            "prefix.prompts",
+            'return f"{engines}/{self.adapter}" if self.adapter else engines',
+            "return engines",
         ),
     ),
     mutant(
         "an adapter is what lies there now",
         "its files were written anew since vLLM has loaded it",
-        (
-            "omni_connector.identity.adapters",
-            "        if versions != {seen.version}:\n",
-            "        if False:\n",
-        ),
+        ("identity.adapters", "if versions != {seen.version}:", "if False:"),
     ),
 )

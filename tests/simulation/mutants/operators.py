@@ -10,7 +10,7 @@ OPERATORS: Final = (
         "a drain that does nothing",
         "an engine that vLLM shuts down takes the hand-offs with it that it holds",
         (
-            "omni_connector.handoff.serving",
+            "handoff.serving",
             "return self._leave_by is not None and self.busy() and self._clock() < self._leave_by",
             "return False",
         ),
@@ -18,26 +18,18 @@ OPERATORS: Final = (
     mutant(
         "a drain without end",
         "an engine that vLLM shuts down waits for hand-offs as long as nobody fetches them",
-        (
-            "omni_connector.handoff.serving",
-            "self.busy() and self._clock() < self._leave_by",
-            "self.busy()",
-        ),
+        ("handoff.serving", "self.busy() and self._clock() < self._leave_by", "self.busy()"),
     ),
     mutant(
         "a draining engine goes on",
         "an engine that drains offers new hand-offs",
-        (
-            "omni_connector.handoff.serving",
-            "        if self.draining:\n            return DRAINING\n",
-            "",
-        ),
+        ("handoff.serving", "if self.draining:\n    return DRAINING", ""),
     ),
     mutant(
         "drained while hand-offs are open",
         "an engine says that it is drained although peers may still fetch from it",
         (
-            "omni_connector.handoff.serving",
+            "handoff.serving",
             'return "draining" if self._requests or self.busy() else "drained"',
             'return "draining" if self._requests else "drained"',
         ),
@@ -46,7 +38,7 @@ OPERATORS: Final = (
         "drained while requests run",
         "an engine says that it is drained although it has requests",
         (
-            "omni_connector.handoff.serving",
+            "handoff.serving",
             'return "draining" if self._requests or self.busy() else "drained"',
             'return "draining" if self.busy() else "drained"',
         ),
@@ -54,38 +46,30 @@ OPERATORS: Final = (
     mutant(
         "never drained",
         "requests that have ended are not forgotten",
-        (
-            "omni_connector.requests.state",
-            "        del self[request_id]\n",
-            "",
-        ),
+        ("requests.state", "del self[request_id]", ""),
     ),
     mutant(
         "a draining engine fetches nothing",
         "prefills that are finished are computed once more by an engine that drains",
         (
-            "omni_connector.handoff.serving",
-            '        return PREFILL_ROLE if self._role == "prefill" else None',
-            '        return DRAINING if self.draining else PREFILL_ROLE if self._role == "prefill"'
-            " else None",
+            "handoff.serving",
+            'return PREFILL_ROLE if self._role == "prefill" else None',
+            'return DRAINING if self.draining else PREFILL_ROLE if self._role == "prefill" '
+            "else None",
         ),
     ),
     mutant(
         "a decode role offers",
         "an engine of the decode role offers new hand-offs",
         (
-            "omni_connector.handoff.serving",
-            '        return DECODE_ROLE if self._role == "decode" else None',
-            "        return None",
+            "handoff.serving",
+            'return DECODE_ROLE if self._role == "decode" else None',
+            "return None",
         ),
     ),
     mutant(
         "an impossible role",
         "an engine takes a role that its configuration does not allow",
-        (
-            "omni_connector.handoff.serving",
-            "        if orders.role and orders.role not in self._roles:",
-            "        if False:",
-        ),
+        ("handoff.serving", "if orders.role and orders.role not in self._roles:", "if False:"),
     ),
 )
