@@ -227,14 +227,11 @@ def _settle(cluster: Cluster, plan: Plan, look: Any) -> None:
         _tick(world)
     if plan.trouble.get("store_slow") or plan.trouble.get("file_hangs"):
         world.run(lambda: _stores_have_all(cluster), world.now + _SENT_S)
-    if plan.buffers:
-        world.run(lambda: _never_pinned(cluster) is None, world.now + _SENT_S)
     for _ in range(_RETRIES):  # what was refused twice is asked for again after a while
-        if _never_pinned(cluster) is None:
+        if world.run(lambda: _never_pinned(cluster) is None, world.now + _SENT_S):
             break
         world.advance(_QUIET_S)
-        cluster.lag += _QUIET_S + _TICKS_S
-        _tick(world)
+        cluster.lag += _QUIET_S
 
 
 def _tick(world: World) -> None:
