@@ -207,7 +207,10 @@ def _settle(cluster: Cluster, plan: Plan, look: Any) -> None:
         liar.close()
     cluster.liars.clear()  # their sockets keep engines that were killed
     # Leases and whatever else has a time to live.
-    for seconds in (0.0, HANDOFF_TTL_S / 2, HANDOFF_TTL_S, HANDOFF_TTL_S, _QUIET_S):
+    times = [0.0, HANDOFF_TTL_S / 2, HANDOFF_TTL_S, HANDOFF_TTL_S, _QUIET_S]
+    if cluster.kept is not None:  # then others miss it, keep it as an orphan, and unmap it
+        times += [_QUIET_S] * 3
+    for seconds in times:
         world.advance(seconds)
         cluster.lag += seconds + _TICKS_S
         _tick(world)
