@@ -20,7 +20,7 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, Self
 
 import numpy as np
@@ -40,12 +40,10 @@ from omni_connector.arena.format import (
     state_of,
     states_of,
 )
-from omni_connector.arena.memory_nodes import ARENA_NAME, MemoryNodes
 from omni_connector.arena.pinning import PinnedMemory, Pins
 from omni_connector.arena.prefault import (
     Prefaulter,
     ReaderPrefaulter,
-    advise,
     overcommit_is_strict,
     prefault,
 )
@@ -242,7 +240,7 @@ class Arena(_Mapping):
         prefault: bool = False,
         randbytes: Callable[[int], bytes] = os.urandom,
         populated: Callable[[NDArray[np.uint8], int], object] = lambda slots, end: None,
-        node: int | None = None,
+        cores: Collection[int] = (),
     ) -> Self:
         """Make an arena of `n_slots` slots of `slot_bytes` bytes, all of them free.
 
@@ -254,7 +252,8 @@ class Arena(_Mapping):
             randbytes: draws the epoch, which names this arena.
             populated: called on another thread with the slots, and the end of those whose memory
                 is allocated now.
-            node: the memory node that its pages are to lie on; None for where they are touched.
+            cores: of the process that allocates the memory, and so of the memory node on which it
+                lies; none for those of the caller.
 
         Raises:
             ValueError: the geometry is out of range.
@@ -264,7 +263,7 @@ class Arena(_Mapping):
         size = geometry.total_bytes
         epoch = randbytes(EPOCH_BYTES)
         try:
-            fd = memfd(ARENA_NAME)
+            fd = memfd("omni-connector-arena")
         except OSError as error:
             hint = ""
             if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
@@ -273,9 +272,8 @@ class Arena(_Mapping):
         try:
             os.ftruncate(fd, size)
             mapped = mmap.mmap(fd, size)
-            advise(mapped)
-            if node is not None:
-                MemoryNodes().prefer(mapped, node)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                mapped.madvise(mmap.MADV_HUGEPAGE)
             if overcommit_is_strict():
                 os.posix_fallocate(fd, 0, size)
             superblock = geometry.superblock(epoch)
@@ -290,7 +288,7 @@ class Arena(_Mapping):
         if prefault:
             slots = arena.slots
             progress = _PopulatedSlots(slots, geometry.slots_at, lambda end: populated(slots, end))
-            arena._prefaulter = Prefaulter(fd, mapped, populated=progress, node=node)
+            arena._prefaulter = Prefaulter(fd, mapped, populated=progress, cores=cores)
         return arena
 
     @property

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cores for threads beside vLLM's compute threads, by memory node."""
+"""The cores for threads beside vLLM's compute threads, and so the memory node of an arena."""
 
 import contextlib
 import multiprocessing
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Final
-
-_NODES: Final = Path("/sys/devices/system/node")
 
 
 def process_cores() -> frozenset[int]:
@@ -28,38 +25,35 @@ def process_cores() -> frozenset[int]:
 
 
 def near_cores(
-    cores: frozenset[int], pinned: frozenset[int], nodes: Path = _NODES
+    cores: frozenset[int],
+    pinned: frozenset[int],
+    pci: str | None = None,
+    root: Path = Path("/"),
 ) -> frozenset[int]:
-    """The part of `cores` that lies on the memory nodes of `pinned`.
+    """The cores for what allocates and copies the memory of a rank.
+
+    The kernel allocates a page on the memory node of the core that touches it first. So a rank's
+    arena lies on the node of these cores, as long as that has memory.
 
     Args:
         cores: cores that a thread may run on.
-        pinned: cores near to the memory that the thread works on.
-        nodes: the kernel's folder of memory nodes.
+        pinned: the cores that the engine's thread may run on.
+        pci: address of the rank's GPU on the PCI bus, such as `0000:3b:00.0`; None without one.
+        root: the folder with /sys.
 
     Returns:
-        All of `cores` if the host has one node, hides its nodes, or has none of `cores` there.
+        The part of `cores` on the GPU's node, else on the nodes of `pinned`. All of `cores` if the
+        host has one node, hides its nodes, or has none of `cores` there.
     """
-    near: set[int] = set()
-    for node in cores_of_nodes(nodes).values():
-        if node & pinned:
-            near |= node
+    nodes = _cores_of_nodes(root / "sys/devices/system/node")
+    near: frozenset[int] = frozenset()
+    if pci is not None:
+        with contextlib.suppress(OSError, ValueError):
+            file = root / "sys/bus/pci/devices" / pci.lower() / "numa_node"
+            near = nodes.get(int(file.read_text()), near)
+    if not near:
+        near = near.union(*(node for node in nodes.values() if node & pinned))
     return cores & near or cores
-
-
-def cores_of_nodes(nodes: Path = _NODES) -> dict[int, frozenset[int]]:
-    """The cores of each memory node, by its number; none where the kernel hides them.
-
-    Args:
-        nodes: the kernel's folder of memory nodes.
-    """
-    try:
-        return {
-            int(path.parent.name.removeprefix("node")): _listed(path.read_text())
-            for path in sorted(nodes.glob("node[0-9]*/cpulist"))
-        }
-    except (OSError, ValueError):
-        return {}
 
 
 def copy_cores() -> frozenset[int]:
@@ -82,6 +76,17 @@ def threads_on(cores: frozenset[int]) -> Iterator[None]:
 def _run_on(cores: Collection[int]) -> None:
     with contextlib.suppress(OSError):  # the cpuset has shrunk since
         os.sched_setaffinity(0, cores)
+
+
+def _cores_of_nodes(nodes: Path) -> dict[int, frozenset[int]]:
+    """The cores of each memory node, by its number; none where the kernel hides them."""
+    try:
+        return {
+            int(path.parent.name.removeprefix("node")): _listed(path.read_text())
+            for path in sorted(nodes.glob("node[0-9]*/cpulist"))
+        }
+    except (OSError, ValueError):
+        return {}
 
 
 def _listed(text: str) -> frozenset[int]:

@@ -38,8 +38,9 @@ def main(
         idle: whether to run at idle priority.
         cores: cores to run on.
     """
-    with contextlib.suppress(OSError):  # the cpuset may have shrunk
-        os.sched_setaffinity(0, cores)
+    if cores:
+        with contextlib.suppress(OSError):  # the cpuset may have shrunk
+            os.sched_setaffinity(0, cores)
     if idle:
         _lower_priority()
     busy = mmap.mmap(busy_fd, _PAGE, prot=mmap.PROT_READ)

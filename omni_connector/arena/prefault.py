@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefault: has the kernel allocate and map an arena's memory before it is needed.
 
-The first touch of a page costs many times a copy into it. So a process at idle priority
+The first touch of a page costs many times a copy into it. With the memory allocated, a hand-off to
+slots that were never used costs what it costs to used ones: 1.6 times a memcpy for 2,048 tokens
+(benchmarks/results/handoff_default_arena.md). So a process at idle priority
 (`populate`) allocates the arena's memory, from the start on, because low slots are used first. A
 thread of the owner, and one of each reader, then maps the allocated part, which takes a tenth of
 the time. All pause while a copy runs. A slot that is used before its turn is populated by a system
@@ -17,7 +19,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -26,8 +28,6 @@ from numpy.typing import NDArray
 
 from omni_connector.arena import populate
 from omni_connector.arena.available import available_bytes, spared_bytes
-from omni_connector.arena.huge_pages import expected, explain, mapped_huge
-from omni_connector.arena.nodes import cores_of_nodes
 from omni_connector.runtime.turns import COPIES, TurnThread
 
 logger = logging.getLogger("vllm.omni_connector.worker")
@@ -62,9 +62,6 @@ _WAITS: Final = 16
 
 _IDLE = True
 """Whether the process runs at idle priority. Tests that wait for it set this to False."""
-
-_CORES: Final = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else frozenset({0})
-"""The cores of this process, read before vLLM pins its threads."""
 
 
 def overcommit_is_strict() -> bool:
@@ -118,11 +115,6 @@ class _Steps:
             _madvise(address, min(_STEP, self.size - at), self._advice)
         return True
 
-    @property
-    def address(self) -> int:
-        """Where the mapping starts."""
-        return int(self._pages.ctypes.data)
-
 
 class Prefaulter:
     """Allocates and maps the memory of an arena in the background, from its start.
@@ -133,8 +125,8 @@ class Prefaulter:
         available: returns the bytes of memory left; below `spared_bytes` prefaulting ends.
         populated: called on the thread after each window, with the end of the allocated bytes. An
             error that it raises ends prefaulting.
-        node: the memory node on whose cores the process runs, so that its pages lie there also
-            where the kernel lets nobody say so; None for any.
+        cores: the cores that the process runs on, and on whose memory node the pages lie; none for
+            those of the caller.
     """
 
     def __init__(
@@ -143,11 +135,10 @@ class Prefaulter:
         mapped: mmap.mmap,
         available: Callable[[], int] = available_bytes,
         populated: Callable[[int], object] = lambda end: None,
-        node: int | None = None,
+        cores: Collection[int] = (),
     ) -> None:
         self._fd = os.dup(fd)
-        near = _CORES if node is None else cores_of_nodes().get(node, frozenset())
-        self._cores = sorted(_CORES & near or _CORES)
+        self._cores = cores
         self._steps: _Steps | None = _Steps(mapped, MADV_POPULATE_WRITE)
         self._available = available
         self._populated = populated
@@ -234,11 +225,7 @@ class Prefaulter:
             if not steps.map(start, end, self._go_on):
                 return False
             self._populated(end)
-        logger.info(
-            "The arena's memory is allocated: %.2f GiB, %s",
-            steps.size / 2**30,
-            got(steps.address),
-        )
+        logger.info("The arena's memory is allocated: %.2f GiB", steps.size / 2**30)
         return True
 
     def _go_on(self) -> bool:
@@ -328,19 +315,6 @@ class ReaderPrefaulter:
         except OSError:  # the kernel does not say: as if all were there
             return size
         return size if end >= size else max(start, end // _STEP * _STEP)
-
-
-def advise(mapped: mmap.mmap) -> None:
-    """Tell the kernel that this mapping should have huge pages."""
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-
-
-def got(address: int) -> str:
-    """One line that says which pages the mapping at this address has."""
-    if not expected():
-        return explain()
-    return f"{mapped_huge(address) / 2**30:.2f} of it in huge pages"
 
 
 def prefault(fd: int, pages: NDArray[np.uint8], start: int, length: int) -> None:

@@ -24,9 +24,7 @@ import msgspec
 
 from omni_connector.arena.arena import Arena, ArenaView
 from omni_connector.arena.available import memory_limit_bytes, spared_bytes
-from omni_connector.arena.huge_pages import explain
 from omni_connector.arena.memory_claims import unclaimed_bytes
-from omni_connector.arena.memory_nodes import MemoryNodes
 from omni_connector.arena.size import (
     LARGEST_PART,
     ORDINARY_PART,
@@ -302,23 +300,21 @@ def _memory(config: OmniConfig) -> str:
     return f"arena of {wanted / _GIB:.1f} GiB of {limit / _GIB:.1f} GiB{remark}"
 
 
-def _memory_nodes() -> str:
-    nodes = MemoryNodes()
-    cores = nodes.cores()
-    if not cores:
-        return "the kernel does not tell; pages lie where they are touched first"
-    if len(cores) == 1:
-        return "one: nothing is to be placed"
-    named = ", ".join(f"{node} with {len(cores[node])} cores" for node in sorted(cores))
-    text = f"{named}: copies and arena of a rank are on the node of its GPU or pinned cores"
-    for process, kib in nodes.of_arenas():
-        places = ", ".join(f"{kib[node] / 1024:.0f} MiB on node {node}" for node in sorted(kib))
-        text += f"; arena of process {process}: {places or 'no pages yet, or the kernel hides it'}"
-    return text
-
-
-def _huge_pages() -> str:
-    return f"an arena gets {explain()}"
+def _huge_pages(root: Path = Path("/")) -> str:
+    setting = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    try:
+        words = (root / setting).read_text().split()
+    except OSError:  # a kernel without transparent huge pages, or a container that hides it
+        words = []
+    kernel = next((word.strip("[]") for word in words if word.startswith("[")), "absent")
+    if kernel == "absent":
+        return "an arena gets ordinary pages (shmem_enabled is absent)"
+    if kernel in ("never", "deny"):
+        return (
+            f"an arena gets ordinary pages (shmem_enabled is {kernel}; `echo advise > /{setting}` "
+            "allows huge ones)"
+        )
+    return f"an arena gets huge pages where the kernel has some (shmem_enabled is {kernel})"
 
 
 def _router() -> str:
@@ -445,7 +441,6 @@ CHECKS: Final[tuple[tuple[str, Callable[[], str]], ...]] = (
     ("plugin", _plugin),
     ("vllm-router", _router),
     ("shared memory", _shared_memory),
-    ("memory nodes", _memory_nodes),
     ("huge pages", _huge_pages),
 )
 """Name and function of each check of the environment."""

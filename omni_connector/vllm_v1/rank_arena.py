@@ -76,13 +76,13 @@ class ArenaPlan:
         slot_bytes: int,
         groups: tuple[GroupShape, ...],
         pins: Pins,
-        node: int | None = None,
+        cores: frozenset[int],
     ) -> RankArena:
         """Open the arena of caches with these groups and slots of `slot_bytes`.
 
         Args:
             pins: pins the memory as it is populated, but not before this returns.
-            node: the memory node that it is to lie on; None for where it is touched.
+            cores: of the process that allocates its memory; see `Arena.create`.
 
         Raises:
             ConfigError: it would not hold a single slot.
@@ -118,7 +118,7 @@ class ArenaPlan:
                 prefault=self.prefault,
                 randbytes=self.context.randbytes,
                 populated=populated,
-                node=node,
+                cores=cores,
             )
         except BaseException:
             if reservation is not None:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from omni_connector.arena.memory_nodes import MemoryNodes
 from omni_connector.arena.nodes import near_cores, process_cores
 from omni_connector.config import OmniConfig
 from omni_connector.copy.copier import BlockCopier
@@ -86,21 +85,14 @@ _Bodies = dict[type[TransferSpec], tuple[CopyThread, Callable[[int, Any, object]
 
 
 class _Threads:
-    """The threads that copy, those that share in a copy, and the cores that they run on.
-
-    Attributes:
-        node: the memory node of these cores; None where nothing is placed by nodes.
-    """
+    """The threads that copy, those that share in a copy, and the cores that they run on."""
 
     def __init__(self, context: EngineContext) -> None:
         pinned = frozenset(os.sched_getaffinity(0))
-        nodes = MemoryNodes()
-        self.node = nodes.of_rank(pinned, pci_address())
-        if self.node is None:
-            self.cores = near_cores(_PROCESS_CORES, pinned)
-        else:
-            self.cores = _PROCESS_CORES & nodes.cores()[self.node] or _PROCESS_CORES
-            logger.info("Copies and the arena of this rank are on memory node %d", self.node)
+        self.cores = near_cores(_PROCESS_CORES, pinned, pci_address())
+        if self.cores != _PROCESS_CORES:
+            near = ", ".join(map(str, sorted(self.cores)))
+            logger.info("Copies and the arena of this rank are near to cores %s", near)
         self.helpers = Helpers(self.cores)
         start = context.start
         on_end = self.helpers.tell_lender
@@ -308,8 +300,8 @@ class OmniWorker:
         store_jobs: StoreJobs | None = None
         checksum = self._checksum or self._transports.needs_checksums
         if self._arena_plan is not None:
-            node = self._threads.node
-            arena = self._arena_plan.open(layout.slot_bytes, groups, pinning, node)
+            cores = self._threads.cores
+            arena = self._arena_plan.open(layout.slot_bytes, groups, pinning, cores)
             saver = Saver(
                 arena=arena.arena, copier=copier, layer_ranges=layer_ranges, checksum=checksum
             )

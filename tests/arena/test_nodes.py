@@ -3,31 +3,59 @@ import multiprocessing
 import os
 import threading
 
+import pytest
+
 from omni_connector.arena.nodes import near_cores, process_cores, threads_on
 
 ALL = frozenset(range(8))
+GPU = "0000:3b:00.0"
 
 
-def nodes(folder, *lists):
+def host(root, *lists, gpu=None):
+    """The root of a host with these nodes, and a GPU on one of them."""
     for number, text in enumerate(lists):
-        (folder / f"node{number}").mkdir()
-        (folder / f"node{number}" / "cpulist").write_text(text)
-    return folder
+        folder = root / f"sys/devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(text)
+    if gpu is not None:
+        folder = root / "sys/bus/pci/devices" / GPU
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(f"{gpu}\n")
+    return root
+
+
+def near(root, pinned, *, cores=ALL, pci=None):
+    return near_cores(frozenset(cores), frozenset(pinned), pci, root)
 
 
 def test_cores_of_the_node_that_the_pinned_ones_lie_on_are_near(tmp_path):
-    folder = nodes(tmp_path, "0-3\n", "4,5-7\n", "\n")
-    assert near_cores(ALL, frozenset({5}), folder) == {4, 5, 6, 7}
-    assert near_cores(frozenset({1, 2, 6}), frozenset({0}), folder) == {1, 2}
-    assert near_cores(ALL, frozenset({3, 4}), folder) == ALL
+    root = host(tmp_path, "0-3\n", "4,5-7\n", "\n")
+    assert near(root, {5}) == {4, 5, 6, 7}
+    assert near(root, {0}, cores={1, 2, 6}) == {1, 2}
+    assert near(root, {3, 4}) == ALL
+
+
+def test_cores_of_the_node_of_a_gpu_are_near_whatever_is_pinned(tmp_path):
+    root = host(tmp_path, "0-3", "4-7", gpu=1)
+    assert near(root, {0}, pci=GPU.upper()) == {4, 5, 6, 7}
+    assert near(root, {0}, pci="0000:99:00.0") == {0, 1, 2, 3}
+    assert near(root, {0}, cores={0, 1}, pci=GPU) == {0, 1}  # a container without cores there
+
+
+@pytest.mark.parametrize("gpu", [-1, 2, 7, "nonsense"])
+def test_a_gpu_of_no_node_or_of_one_without_cores_leaves_it_to_the_pinned_cores(tmp_path, gpu):
+    """The memory of some GPUs is a node of its own, without cores."""
+    root = host(tmp_path, "0-3", "4-7", "", gpu=gpu)
+    assert near(root, {5}, pci=GPU) == {4, 5, 6, 7}
+    assert near(root, {3, 5}, pci=GPU) == ALL
 
 
 def test_all_cores_are_near_where_the_host_tells_nothing_or_none_is(tmp_path):
-    assert near_cores(ALL, frozenset({5}), tmp_path / "absent") == ALL
-    folder = nodes(tmp_path, "0-3\n", "4-7\n")
-    assert near_cores(frozenset({1}), frozenset({5}), folder) == {1}
-    (folder / "node1" / "cpulist").write_text("nonsense")
-    assert near_cores(ALL, frozenset({5}), folder) == ALL
+    assert near(tmp_path / "absent", {5}, pci=GPU) == ALL
+    root = host(tmp_path, "0-3\n", "4-7\n")
+    assert near(root, {5}, cores={1}) == {1}
+    (root / "sys/devices/system/node/node1/cpulist").write_text("nonsense")
+    assert near(root, {5}) == ALL
 
 
 def _told(queue):

@@ -140,15 +140,17 @@ def test_a_kernel_without_population_gets_the_memory_too(
     prefaulter.stop()
 
 
-def test_nothing_is_allocated_while_a_copy_runs(memory: Memory) -> None:
+def test_nothing_is_allocated_while_a_copy_runs_and_then_near_to_its_cores(memory: Memory) -> None:
+    core = min(os.sched_getaffinity(0))
     with COPIES:
-        prefaulter = Prefaulter(memory.fd, memory.mapped)
+        prefaulter = Prefaulter(memory.fd, memory.mapped, cores=[core])
         wait_until(lambda: prefaulter._process is not None)
         process = prefaulter._process
         assert process is not None
         maps = Path(f"/proc/{process.pid}/maps")
         wait_until(lambda: "omni-connector-copies" in maps.read_text())
         wait_until(lambda: "omni-connector-test" in maps.read_text())
+        assert os.sched_getaffinity(process.pid) == {core}
         assert memory.allocated == 0
         assert not finished(prefaulter)
         assert COPIES.running
@@ -372,9 +374,7 @@ def half_allocated() -> Iterator[tuple[Arena, ArenaView]]:
     """An arena of 64 slots of 1 MiB, of which 32 have memory, and a view of it."""
     with (
         # With huge pages, memory would be there beyond what is written.
-        mock.patch.object(
-            arena_module, "advise", lambda mapped: mapped.madvise(mmap.MADV_NOHUGEPAGE)
-        ),
+        mock.patch.object(arena_module.mmap, "MADV_HUGEPAGE", mmap.MADV_NOHUGEPAGE),
         Arena.create(64, MIB) as arena,
     ):
         arena.begin_write(0, 1)  # the headers have memory, too

@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -538,8 +537,28 @@ def test_it_says_how_large_an_arena_is_and_why(monkeypatch: pytest.MonkeyPatch) 
     assert "2 times its KV cache" in text
 
 
-def test_it_says_which_pages_an_arena_gets() -> None:
-    assert "shmem_enabled is" in _find("huge pages").text
+@pytest.mark.parametrize(
+    ("line", "word", "pages"),
+    [
+        ("always within_size advise [never] deny force\n", "never", "ordinary"),
+        ("always within_size [advise] never deny force\n", "advise", "huge"),
+        ("[always] within_size advise never deny force\n", "always", "huge"),
+        ("always within_size advise never [deny] force\n", "deny", "ordinary"),
+        ("\n", "absent", "ordinary"),
+        (None, "absent", "ordinary"),
+    ],
+)
+def test_it_says_which_pages_an_arena_gets(
+    line: str | None, word: str, pages: str, tmp_path: Path
+) -> None:
+    if line is not None:
+        file = tmp_path / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        file.parent.mkdir(parents=True)
+        file.write_text(line)
+    text = module._huge_pages(tmp_path)
+    assert text.startswith(f"an arena gets {pages} pages")
+    assert f"shmem_enabled is {word}" in text
+    assert ("echo advise" in text) is (word in ("never", "deny"))
 
 
 @pytest.mark.parametrize("rich", [True, False])
@@ -610,26 +629,3 @@ def test_a_store_whose_disk_is_full_is_found(
     finding = _find("store")
     assert not finding.ok
     assert "takes no blocks, or loses them (ENOSPC" in finding.text
-
-
-def test_memory_nodes_are_told_with_the_arenas_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nodes:
-        def __init__(self, cores: dict[int, frozenset[int]]) -> None:
-            self._cores = cores
-
-        def cores(self) -> dict[int, frozenset[int]]:
-            return self._cores
-
-        def of_arenas(self) -> list[tuple[int, Counter[int]]]:
-            return [(7, Counter({1: 2048, 0: 1024})), (8, Counter())]
-
-    def told(*cores: int) -> str:
-        nodes = {number: frozenset(range(count)) for number, count in enumerate(cores)}
-        monkeypatch.setattr(module, "MemoryNodes", lambda: Nodes(nodes))
-        return _find("memory nodes").text
-
-    arenas = "process 7: 1 MiB on node 0, 2 MiB on node 1; arena of process 8: no pages yet"
-    assert "0 with 4 cores, 1 with 8 cores" in told(4, 8)
-    assert told(4) == "one: nothing is to be placed"
-    assert "does not tell" in told()
-    assert arenas in told(4, 8)

@@ -57,7 +57,7 @@ def test_an_arena_is_pinned_by_the_slots_that_are_populated(monkeypatch, prefaul
         prefault=prefault,
     )
     pins = Pins()
-    with closing(plan.open(PAGE_BYTES, (group_shape(block_size=16),), pins)) as opened:
+    with closing(plan.open(PAGE_BYTES, (group_shape(block_size=16),), pins, frozenset())) as opened:
         assert pins.ends == at_once
         told[0](opened.arena.slots, 3)
         assert pins.ends == [*at_once, 3]
