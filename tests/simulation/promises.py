@@ -261,15 +261,15 @@ class Promises:
             return
         waiting = inspection.waiting(half)
         excused = bool(dropped) or inspection.counted(half, "blocks_dropped") > 0
-        # What a hand-off copies need not be copied again, and goes if that ends before the copy.
-        copied = {key for key in keys if inspection.in_arena(half, group, key)}
-        if late := [key for key in keys if (group, key) in waiting and key not in copied]:
-            self._late.append((request_id, wish, group, late, since, excused))
-            keys = [key for key in keys if key not in late]
+        if late := [key for key in keys if (group, key) in waiting]:
+            # What a hand-off copies is not copied again, and goes if that ends before the copy.
+            copied = any(inspection.in_arena(half, group, key) for key in late)
+            self._late.append((request_id, wish, group, late, since, excused or copied))
+            keys = [key for key in keys if (group, key) not in waiting]
         tags = inspection.tags_of_blocks(half, group, keys)[0].tolist()
         whole = inspection.keeps_all(half, group)
         here = [inspection.in_arena(half, group, key) for key in keys]
-        if whole and not all(here) and self._evicts_nothing(half):
+        if whole and not all(here) and not dropped and self._evicts_nothing(half):
             raise Violation(
                 "hint_ignored",
                 f"{self._engine.name} does not keep blocks of {request_id}",
