@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -59,6 +59,8 @@ class OmniKVCacheConfig:
     head_dim: int | None = None
     kv_layout: str | list[str | None] | None = None
     cpu_engine: bool = False
+    # vLLM-Omni's diffusion runner asks for it, and prefetches nothing then.
+    enable_kv_async_prefetch: ClassVar[bool] = False
 
     def send_stages(self) -> tuple[str, str] | tuple[None, None]:
         """What this stage sends: from which stage, to which stage."""

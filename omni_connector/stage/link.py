@@ -87,7 +87,6 @@ class TransferStats:
         receive_failures: requests whose KV came, but could not be used.
         connector_failures: connectors that did not start.
         companion_failures: requests whose companions could not be collected.
-        disagreements: requests whose KV came to some ranks and not to others, so that none used it.
     """
 
     sent: int = 0
@@ -100,7 +99,6 @@ class TransferStats:
     receive_failures: int = 0
     connector_failures: int = 0
     companion_failures: int = 0
-    disagreements: int = 0
 
 
 class Parts(NamedTuple):

@@ -3,27 +3,19 @@
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 
 from omni_connector.errors import ConfigError, OmniError
-from omni_connector.stage import branches, contract
+from omni_connector.stage import contract
 from omni_connector.stage.config import OmniKVCacheConfig, read_model_config, read_vllm_config
-from omni_connector.stage.distributed import (
-    Agreement,
-    Distribution,
-    owners_of,
-    pack,
-    receive_together,
-    unpack,
-)
 from omni_connector.stage.extract import LayerKV, extract_kv_cache
-from omni_connector.stage.groups import ParallelGroups, ReceiveTopology
 from omni_connector.stage.link import (
     ConnectorLink,
     Parts,
@@ -33,6 +25,7 @@ from omni_connector.stage.link import (
     mark_sending,
 )
 from omni_connector.stage.payload import KVCacheTransferData
+from omni_connector.stage.ranks import Ranks, Received
 from omni_connector.stage.receiving import check_tokens, place
 from omni_connector.stage.tp import (
     ReceiveKey,
@@ -54,6 +47,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+# vLLM-Omni's requests of warm-up runs, which no stage has sent.
+_DUMMY_ID: Final = "dummy_req_id"
+
 SendKeyBuilder = Callable[[str, str, str], Sequence[str]]
 ReceiveKeyBuilder = Callable[[str, str, str], Sequence[str | ReceiveKey]]
 CollectFunction = Callable[..., dict[str, Any] | None]
@@ -70,7 +66,6 @@ class OmniKVTransferManager:
 
     Args:
         config: what to transfer, and how.
-        parallel_groups: this rank's groups; by default they are found when they are needed.
         clock: monotonic seconds.
         sleep: waits for seconds.
 
@@ -96,7 +91,6 @@ class OmniKVTransferManager:
         self,
         config: OmniKVCacheConfig,
         *,
-        parallel_groups: ParallelGroups | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -115,7 +109,8 @@ class OmniKVTransferManager:
         self.kv_recv_key_builder: ReceiveKeyBuilder | None = None
         self.kv_payload_merger: Callable[[list[dict[str, Any]]], Any] | None = None
         self.kv_payload_slicer: Callable[[Any], Any] | None = None
-        self._parallel_groups = parallel_groups
+        # `received`: what ranks of this stage have received, while this thread applies it.
+        self._given = threading.local()
 
     @classmethod
     def from_od_config(cls, config: Any) -> Self:
@@ -151,13 +146,6 @@ class OmniKVTransferManager:
     def tp_topology(self) -> Topology:
         """How many tensor-parallel ranks send and receive, as configured or as vLLM says."""
         return self._topology
-
-    @property
-    def topo_config(self) -> ReceiveTopology:
-        """This rank's part in receiving, in the groups that there are now."""
-        groups = self._parallel_groups or ParallelGroups.find()
-        topology = self._topology
-        return ReceiveTopology.of(groups, tp_active=not topology.single, tp_size=topology.to_tp)
 
     def extract_kv_cache(
         self,
@@ -271,9 +259,13 @@ class OmniKVTransferManager:
             request is one of a warm-up run; at once where waiting would not help, because the
             settings are wrong or the sender refuses.
         """
-        if not self.config.need_recv_cache or branches.is_dummy(request_id):
+        if not self.config.need_recv_cache or _is_dummy(request_id):
             logger.debug("request %s: no KV cache is to be received", request_id)
             return None, 0
+        given: Received | None = getattr(self._given, "received", None)
+        if given is not None:
+            data, size = given.get(request_id, (None, 0))
+            return (None if data is None else place(data, target_device)), size
         try:
             sender = None
             if sender_info is not None:
@@ -308,7 +300,8 @@ class OmniKVTransferManager:
             received["past_key_values"] = SimpleNamespace(**data["layer_blocks"])
         if "metadata" in data:
             received["kv_metadata"] = data["metadata"]
-        for owner in owners_of(req):
+        params = getattr(req, "sampling_params", None)
+        for owner in [req] if params is None else [req, params]:
             for name, value in received.items():
                 setattr(owner, name, value)
 
@@ -355,14 +348,13 @@ class OmniKVTransferManager:
             Whether the request's own KV came. Companions are collected also if it did not.
         """
         came = self.receive_kv_cache(req, target_device)
-        params = getattr(req, "sampling_params", None)
-        companions = getattr(params, "cfg_kv_request_ids", None)
+        companions = _companions_of(req)
         if companions and cfg_kv_collect_func is not None:
             try:
                 with self._link.asking(self._sender_of(req, warn=False)):
                     collected = cfg_kv_collect_func(req.request_id, companions, self, target_device)
                 for name, value in (collected or {}).items():
-                    setattr(params, name, value)
+                    setattr(req.sampling_params, name, value)
             except Exception:
                 # The function is the model's, and may raise anything.
                 logger.exception("companions of request %s were not collected", req.request_id)
@@ -380,64 +372,44 @@ class OmniKVTransferManager:
         Without tensor parallelism rank 0 receives, and gives what it got to the other ranks. With
         tensor parallelism each rank receives for itself; but where ranks of the same
         tensor-parallel rank share the branches of classifier-free guidance or a sequence, the first
-        of them receives, and gives to the rest: to each the KV of its own branch
-        (`branches.rank_payloads`), and of a sequence all of it. Tensor-parallel ranks that receive
-        agree before any rank uses it: unless the same came to all of them, each takes it off its
-        request and returns False.
+        of them receives, and gives everything to the rest. Tensor-parallel ranks that receive agree
+        before any rank uses it: unless the same came to all of them, none does.
 
         Args:
             req: as `receive_multi_kv_cache`.
-            cfg_kv_collect_func: as `receive_multi_kv_cache`.
+            cfg_kv_collect_func: as `receive_multi_kv_cache`; called on each rank. It gets what was
+                received for the request and for its `cfg_kv_request_ids`, and of other ids nothing.
             target_device: where the tensors are wanted, on each rank.
 
         Returns:
-            Whether the request's own KV came to this rank. It is the same on all ranks, but for
-            those that have no branch.
+            Whether the request's own KV came. It is the same on all ranks.
 
         Raises:
-            RuntimeError: a rank died, or gave nothing in time. What this rank received was taken
-                off the request.
+            RuntimeError: a rank died, or did not call this in the time-out of its group. Nothing
+                was set on the request.
         """
-        return self._receive_together(
-            req,
-            lambda: self.receive_multi_kv_cache(req, cfg_kv_collect_func, target_device),
-            target_device,
-        )
+        request_id: str = getattr(req, "request_id", None) or ""
+        idle = not self.config.need_recv_cache or not request_id or _is_dummy(request_id)
+        ranks = Ranks() if idle else Ranks.find(self._topology)
+        if ranks.alone:
+            return self.receive_multi_kv_cache(req, cfg_kv_collect_func, target_device)
+        names = [request_id]
+        if cfg_kv_collect_func is not None:
+            names += (_companions_of(req) or {}).values()
+        received: Received | None = None
+        if ranks.receives:
+            with self._link.asking(self._sender_of(req, warn=False)):
+                found = {name: self.receive_kv_cache_for_request(name) for name in names}
+            received = {name: (kv, size) for name, (kv, size) in found.items() if kv is not None}
+        self._given.received = ranks.exchange(received)
+        try:
+            return self.receive_multi_kv_cache(req, cfg_kv_collect_func, target_device)
+        finally:
+            self._given.received = None
 
-    def distribute_kv_cache(
-        self, req: Any, target_device: torch.device | None = None, *, received: bool = False
-    ) -> dict[str, Any] | None:
-        """Give the KV that hangs on a leader's request to its followers; each rank calls it.
-
-        Args:
-            req: at the leader, has what it received.
-            target_device: where the tensors are wanted.
-            received: at the leader, whether it has received it.
-
-        Returns:
-            What this rank is to set on its request (`branches.apply`); None for nothing, where each
-            rank receives for itself, and where this stage does not receive.
-
-        Raises:
-            RuntimeError: a rank died, or gave nothing in time.
-        """
-        if not self.config.need_recv_cache:
-            return None
-        topology = self.topo_config
-        distribution = self._distribution(req, topology, target_device)
-        if distribution is None:
-            return None
-        if topology.is_follower:
-            taken = unpack(distribution.take(), target_device)
-            return None if taken is None else taken[1]
-        fields = branches.collect(req) if received else {}
-        contents = pack(str(getattr(req, "request_id", None)), received, fields, topology)
-        distribution.give([b""] * topology.cfg_size if contents is None else contents)
-        if contents is None or not fields:
-            return None
-        return (
-            branches.rank_payloads(fields, topology.cfg_size)[0] if topology.by_branch else fields
-        )
+    def wait_prefetch(self, timeout: float | None = None) -> bool:
+        """True: no prefetch is under way. vLLM-Omni's worker asks for it before it pauses."""
+        return True
 
     def update_sender_info(
         self, sender_info: dict[str, Any], sender_stage_id: str | int | None = None
@@ -495,60 +467,6 @@ class OmniKVTransferManager:
             _warn_of_sender(sender_info, error)
             return None
         return {"host": sender.host, "zmq_port": sender.port}
-
-    def _receive_together(
-        self, req: Any, receive: Callable[[], bool], device: torch.device | None
-    ) -> bool:
-        topology = self.topo_config
-        agreement = self._agreement(req, topology, device)
-        distribution = self._distribution(req, topology, device)
-        if agreement is None and distribution is None:
-            return receive()
-        came = False
-
-        def note() -> bool:
-            nonlocal came
-            came = receive()
-            return came
-
-        request_id = str(getattr(req, "request_id", None))
-        used = receive_together(
-            *(request_id, req, note),
-            topology=topology,
-            agreement=agreement,
-            distribution=distribution,
-            device=device,
-        )
-        if came and not used:
-            self._link.count(disagreements=1)
-            logger.warning("KV cache of request %s is not used: not all ranks have it", request_id)
-        return used
-
-    def _agreement(
-        self, req: Any, topology: ReceiveTopology, device: torch.device | None
-    ) -> Agreement | None:
-        """Of the tensor-parallel ranks that receive; None where this is the only one."""
-        if topology.is_follower or topology.tp_size == 1 or not self.config.need_recv_cache:
-            return None
-        if branches.is_dummy(getattr(req, "request_id", None)):
-            return None
-        return Agreement(
-            *(topology.tp_group, self._patience(req), device, self._clock, self._sleep)
-        )
-
-    def _distribution(
-        self, req: Any, topology: ReceiveTopology, device: torch.device | None
-    ) -> Distribution | None:
-        """From a leader to its followers; None where this rank receives for itself."""
-        if topology.is_local:
-            return None
-        return Distribution(topology, self._patience(req), device)
-
-    def _patience(self, req: Any) -> float:
-        """Seconds in which a rank has received, or given up."""
-        companions = getattr(getattr(req, "sampling_params", None), "cfg_kv_request_ids", None)
-        waits = 1 + len(companions or ())
-        return self.config.recv_timeout * waits
 
     def _send_or_note(self, request_id: str, extract: Callable[[], KVCacheTransferData]) -> bool:
         try:
@@ -663,3 +581,14 @@ class OmniKVTransferManager:
 
 def _warn_of_sender(info: object, error: ValueError) -> None:
     logger.warning("The sender info %r names no host and port to connect to: %s", info, error)
+
+
+def _is_dummy(request_id: str) -> bool:
+    return request_id == _DUMMY_ID or request_id.startswith(f"{_DUMMY_ID}/")
+
+
+def _companions_of(req: Any) -> Mapping[str, str] | None:
+    """The requests of the branches of classifier-free guidance, by branch."""
+    params = getattr(req, "sampling_params", None)
+    companions: Mapping[str, str] | None = getattr(params, "cfg_kv_request_ids", None)
+    return companions

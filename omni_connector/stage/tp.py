@@ -60,16 +60,6 @@ class Topology:
         return self.rank
 
     @property
-    def is_heterogeneous(self) -> bool:
-        """Whether the sides have different numbers of ranks."""
-        return self.from_tp != self.to_tp
-
-    @property
-    def ratio(self) -> int:
-        """How many ranks of the larger side share with one of the smaller."""
-        return max(self.fan_in, self.fan_out)
-
-    @property
     def single(self) -> bool:
         """Whether both sides have one rank."""
         return self.from_tp == self.to_tp == 1

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from omni_connector.stage import OmniKVCacheConfig, OmniKVTransferManager
-from omni_connector.stage.groups import ParallelGroups
 
 GUIDANCE = 4.0
 BRANCH = "cfg_text"
@@ -57,14 +56,11 @@ def say(path: Path, answer: object) -> None:
     new.rename(path)
 
 
-def manager(
-    connector: dict[str, Any], groups: ParallelGroups | None = None, **config: Any
-) -> OmniKVTransferManager:
+def manager(connector: dict[str, Any], **config: Any) -> OmniKVTransferManager:
     """A manager of the edge from stage 0 to stage 1, one rank there and two here."""
     edge: dict[str, Any] = {"from_stage": "0", "to_stage": "1", "from_tp": 1, "to_tp": 2}
     return OmniKVTransferManager(
         OmniKVCacheConfig(connector_config=connector, num_kv_heads=2, **edge, **config),
-        parallel_groups=groups,
     )
 
 
@@ -129,14 +125,13 @@ def rank_stage(folder: Path, setting: dict[str, Any]) -> None:
     # Ranks (0, 1) and (2, 3) are tensor-parallel; (0, 2) and (1, 3) share the branches.
     tp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     cfg = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    groups = ParallelGroups(dist.group.WORLD, cfg, tp)
+    _have_groups(world=dist.group.WORLD, cfg=cfg, tp=tp)
     receivers: dict[str, OmniKVTransferManager] = {}
     for said, order in orders(folder):
         by = order["by"]
         if by not in receivers:
             receivers[by] = manager(
                 setting["receivers"][by],
-                groups,
                 stage_id=1,
                 tp_rank=rank % 2,
                 tp_size=2,
@@ -164,6 +159,14 @@ def rank_stage(folder: Path, setting: dict[str, Any]) -> None:
         say(said, answer)
 
 
+def _have_groups(**groups: Any) -> None:
+    """Let the manager find these as vLLM-Omni's and vLLM's."""
+    state = ModuleType("vllm_omni.diffusion.distributed.parallel_state")
+    sys.modules["vllm.distributed.parallel_state"] = sys.modules[state.__name__] = state
+    for name, group in groups.items():
+        setattr(state, f"get_{name}_group", lambda group=group: SimpleNamespace(cpu_group=group))
+
+
 def collect(
     request_id: str, companions: dict[str, str], receiver: OmniKVTransferManager, device: Any
 ) -> dict[str, Any]:
@@ -177,9 +180,7 @@ def collect(
 def denoise(request: SimpleNamespace, rank: int, tp: Any, cfg: Any) -> torch.Tensor:
     """Latents of the guided model: each rank computes its heads of its branch."""
     params = request.sampling_params
-    own = request.past_key_values if rank < 2 else params.cfg_branch_past_key_values[BRANCH]
-    if rank >= 2:
-        assert params.cfg_active_branch == BRANCH, params.cfg_active_branch
+    own = request.past_key_values if rank < 2 else params.cfg_text_past_key_values
     keys, values = own.key_cache, own.value_cache
     assert keys[0].shape[1] == 1, f"KV of {keys[0].shape} on one of two ranks"
 

@@ -6,9 +6,12 @@ Run as a module it loads the wheel once, and forks each `Stage` that it is asked
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +19,9 @@ from typing import Any, Final
 
 import torch
 
+from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
+
+from ..patience import PATIENCE_S
 from .wheel import make_importable, make_loadable
 
 # Longest life of a stage, in seconds: none outlives a test that has gone wrong.
@@ -179,10 +185,15 @@ class Stage:
 
 
 class RemoteStage:
-    """A `Stage` in a process of its own, forked by `Host`."""
+    """A `Stage`, or the like, in a process of its own, forked by `Host`."""
 
-    def __init__(self, host: "Host", *arguments: Any) -> None:
+    def __init__(self, host: "Host", *arguments: Any, wait: bool = True) -> None:
         self._connection = host.start(arguments)
+        if wait:
+            self.begun()
+
+    def begun(self) -> None:
+        """Wait until it has begun, unless it was made so."""
         self.pid: int = self._answer()
 
     def __call__(self, method: str, *arguments: Any, **keywords: Any) -> Any:
@@ -239,14 +250,36 @@ class Host:
         return connection
 
 
-def _serve(path: str) -> None:
+@contextmanager
+def host_of(module: str, root: Path, runtime: Path) -> Iterator[Host]:
+    """A process that runs a module of this folder, and forks stages.
+
+    Args:
+        module: calls `fork_stages`.
+        root: folder that the wheel was unpacked into.
+        runtime: the runtime folder of the stages.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"tests.stage.{module}", str(root)],
+        stdin=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, RUNTIME_DIR_VARIABLE: str(runtime)},
+    )
+    yield Host(process, runtime)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(PATIENCE_S) == 0
+
+
+def _serve(path: str, kind: type) -> None:
     signal.alarm(_LIFE_S)
     torch.set_num_threads(1)
     connection = Client(path, "AF_UNIX")
-    stage: Stage | None = None
+    stage: Any = None
     try:
         try:
-            stage = Stage(*connection.recv())
+            stage = kind(*connection.recv())
         except ValueError as error:
             connection.send((False, str(error)))
             return
@@ -262,27 +295,36 @@ def _serve(path: str) -> None:
             stage.close()
 
 
-def main(root: str) -> None:
-    """Load the wheel, and fork a stage for each line of stdin."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    make_importable(Path(root))
-    make_loadable()
-    import vllm_omni.distributed.omni_connectors.transfer_adapter.chunk_transfer_adapter
-    import vllm_omni.request  # noqa: F401
+def fork_stages(kind: type) -> None:
+    """Fork a process for each line of stdin, once all that they import is loaded.
 
+    Args:
+        kind: made in each, with the arguments that its `RemoteStage` has.
+    """
     from omni_connector.stage.vllm_omni import register
 
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     register()
     assert threading.active_count() == 1
     for line in sys.stdin:
         if os.fork() == 0:
             code = 1
             try:
-                _serve(line.strip())
+                _serve(line.strip(), kind)
                 code = 0
             finally:
                 sys.stderr.flush()
                 os._exit(code)
+
+
+def main(root: str) -> None:
+    """Load the wheel, and fork a stage for each line of stdin."""
+    make_importable(Path(root))
+    make_loadable()
+    import vllm_omni.distributed.omni_connectors.transfer_adapter.chunk_transfer_adapter
+    import vllm_omni.request  # noqa: F401
+
+    fork_stages(Stage)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,14 @@ def vllm_omni() -> Path:
     return fetched("vllm-omni")
 
 
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder whose path is short enough for sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="omni-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The runtime folder of this test's processes; its path is short enough for sockets."""

@@ -91,7 +91,6 @@ def manager(connector: Any = None, **config: Any) -> OmniKVTransferManager:
     """
     connector = DictConnector() if connector is None else connector
     time = config.pop("time", None) or Time()
-    groups = config.pop("parallel_groups", None)
     settings = {
         "connector_config": {"type": register(lambda extra: connector)},
         "from_stage": "0",
@@ -103,7 +102,6 @@ def manager(connector: Any = None, **config: Any) -> OmniKVTransferManager:
     } | config
     made = OmniKVTransferManager(
         OmniKVCacheConfig(**settings),
-        parallel_groups=groups,
         clock=time,
         sleep=time.sleep,
     )

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from omni_connector.stage.config import OmniKVCacheConfig
-from omni_connector.stage.groups import ParallelGroups
 from omni_connector.stage.manager import OmniKVTransferManager
 
 from ..patience import PATIENCE_S
@@ -14,7 +13,6 @@ from ..patience import PATIENCE_S
 
 def shared_manager(
     *,
-    groups: ParallelGroups | None = None,
     extra: dict[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
     **config: Any,
@@ -22,7 +20,6 @@ def shared_manager(
     """A manager that sends and receives over `SharedMemoryConnector`.
 
     Args:
-        groups: the manager's `parallel_groups`.
         extra: settings of the connector.
         clock: the manager's.
         config: fields of the configuration.
@@ -36,6 +33,4 @@ def shared_manager(
         "need_recv_cache": True,
         "recv_timeout": PATIENCE_S,
     }
-    return OmniKVTransferManager(
-        OmniKVCacheConfig(**settings | config), parallel_groups=groups, clock=clock
-    )
+    return OmniKVTransferManager(OmniKVCacheConfig(**settings | config), clock=clock)

@@ -46,7 +46,7 @@ SIGNATURES = {
     "receive_multi_kv_cache": ["req", "cfg_kv_collect_func", "target_device"],
     "receive_multi_kv_cache_distributed": ["req", "cfg_kv_collect_func", "target_device"],
     "update_sender_info": ["sender_info", "sender_stage_id"],
-    "distribute_kv_cache": ["req", "target_device", "received"],
+    "wait_prefetch": ["timeout"],
     "extract_kv_cache": [
         "req_id", "block_ids", "seq_len", "kv_caches", "block_size", "cache_dtype",
         "custom_metadata",

@@ -2,11 +2,8 @@
 """Chunk pipelines of vLLM-Omni over our connectors: its own adapter on both sides, in processes."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,14 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
-from omni_connector.net.runtime import RUNTIME_DIR_VARIABLE
 from omni_connector.objects.factory import ConnectorSpec
 from omni_connector.objects.transfer_config import load_omni_transfer_config
 from omni_connector.testing.ports import free_port
 
 from ..masters import Master, lender
 from ..patience import PATIENCE_S
-from .chunks import LARGE, SMALL, Host, RemoteStage, codes_of
+from .chunks import LARGE, SMALL, Host, RemoteStage, codes_of, host_of
 
 # What a pipeline is given to use ours. Other makers' engines are replaced by the one that we have.
 OURS = {
@@ -61,27 +57,10 @@ def specs(vllm_omni: Path) -> dict[str, ConnectorSpec]:
 
 
 @pytest.fixture(scope="module")
-def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder whose path is short enough for sockets."""
-    folder = Path(tempfile.mkdtemp(prefix="omni-", dir="/tmp"))
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="module")
 def host(vllm_omni: Path, runtime: Path) -> Iterator[Host]:
     """The process that has the wheel loaded."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.stage.chunks", str(vllm_omni)],
-        stdin=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, RUNTIME_DIR_VARIABLE: str(runtime)},
-    )
-    yield Host(process, runtime)
-    assert process.stdin is not None
-    process.stdin.close()
-    assert process.wait(PATIENCE_S) == 0
+    with host_of("chunks", vllm_omni, runtime) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

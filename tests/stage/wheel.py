@@ -42,13 +42,22 @@ _GONE: Final = (
 )
 
 
+class _Empty(type):
+    """Of classes whose attributes are their own names."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
 class _StandIn(types.ModuleType):
     __path__: Sequence[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        found = type(name, (), {})
+        found = _Empty(name, (), {})
         setattr(self, name, found)
         return found
 
