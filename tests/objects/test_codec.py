@@ -55,6 +55,7 @@ def test_objects_arrive_as_they_were(data: object) -> None:
 
 @pytest.mark.parametrize("dtype", ARRAY_DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5, 7)])
+@pytest.mark.values
 def test_arrays_of_every_dtype_and_shape(dtype: str, shape: tuple[int, ...]) -> None:
     sent = np.arange(np.prod(shape, dtype=int)).astype(dtype).reshape(shape)
     assert same(sent, there_and_back(sent))
@@ -62,6 +63,7 @@ def test_arrays_of_every_dtype_and_shape(dtype: str, shape: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5, 7)])
+@pytest.mark.values
 def test_tensors_of_every_dtype_and_shape(
     torch: ModuleType, dtype: str, shape: tuple[int, ...]
 ) -> None:

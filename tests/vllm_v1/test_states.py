@@ -213,6 +213,7 @@ def config_of(layer: Any, config: VllmConfig) -> KVCacheConfig:
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (4, 2), (2, 4), (1, 4)], ids=str)
 @pytest.mark.parametrize("layout", ["SD", "DS"])
+@pytest.mark.pairs
 def test_a_rank_gets_the_channels_and_heads_that_vllm_gives_it(
     name: str,
     ranks: tuple[int, int],
