@@ -10,7 +10,6 @@ import hashlib
 import mmap
 import sys
 from collections.abc import Callable, Generator, Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -857,19 +856,6 @@ def senders_asked(
 ) -> list[Any]:
     """Return the senders that a connector has a link or an arena of."""
     return list(connector._peers.values())
-
-
-def hold_no_blocks(half: "OmniScheduler") -> None:
-    """Have copies hold no KV block any more: the negative control of what their references do."""
-    ledger = half._ledger
-    assert ledger is not None
-    block = SimpleNamespace(ref_cnt=2)
-    pool: Any = SimpleNamespace(
-        blocks=[block] * len(ledger._pool.blocks),
-        touch=lambda blocks: None,
-        free_blocks=lambda blocks: None,
-    )
-    ledger._pool = pool
 
 
 def compare_nothing(replace: Callable[[Any, str, Any], object]) -> None:

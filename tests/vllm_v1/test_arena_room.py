@@ -12,24 +12,6 @@ pytestmark = pytest.mark.vllm
 LENGTH = 4 * BLOCK - 3
 
 
-def test_a_handoff_waits_for_the_room_of_an_earlier_one(engine, tokens):
-    prefill, decode = engine("kv_producer", extra=slots(6)), engine("kv_consumer")
-    first = prefill.generate(prompt(LENGTH), params=HANDOFF).params
-    second = prefill.submit(prompt(LENGTH, seed=1), params=HANDOFF)
-    for _ in range(20):
-        prefill.step()
-    assert not prefill.answers[second].tokens
-    assert prefill.free_blocks == 64  # it waits in the queue, not in the cache
-    assert decode.generate(prompt(LENGTH), 6, params=first).tokens == tokens(prompt(LENGTH), 6)
-    prefill.settle()
-    answer = prefill.answers[second].params
-    again = prompt(LENGTH, seed=1)
-    assert decode.generate(again, 6, params=answer).tokens == tokens(again, 6)
-    assert decode.count("handoffs_received") == 2
-    assert not prefill.failures()
-    assert_clean(prefill, decode)
-
-
 def test_others_overtake_a_handoff_that_waits(engine, tokens):
     prefill = engine("kv_both", extra=slots(4))
     prefill.generate(prompt(LENGTH), params=HANDOFF)
@@ -39,21 +21,6 @@ def test_others_overtake_a_handoff_that_waits(engine, tokens):
     assert prefill.answers[local].tokens == tokens(prompt(LENGTH, seed=2), 3)
     assert not prefill.done(waiting)
     prefill.abort(waiting)
-    prefill.settle()
-
-
-def test_the_next_is_tried_when_the_first_that_waits_is_aborted(engine):
-    prefill = engine("kv_producer", extra={**slots(6), "arena_wait_s": 600.0})
-    prefill.generate(prompt(LENGTH), params=HANDOFF)
-    large = prefill.submit(prompt(LENGTH, seed=1), params=HANDOFF)
-    small = prefill.submit(prompt(2 * BLOCK - 3, seed=2), params=HANDOFF)
-    for _ in range(3):
-        prefill.step()
-    assert not prefill.done(large)
-    assert not prefill.done(small)
-    prefill.abort(large)  # which releases no slot
-    prefill.run(lambda: prefill.done(small))
-    assert "omni_token" in prefill.answers[small].params
     prefill.settle()
 
 
@@ -100,19 +67,4 @@ def test_a_prompt_as_large_as_the_arena_is_handed_off(engine, tokens):
         each = prompt(4 * BLOCK + 1, seed)
         assert hand_off(prefill, decode, each) == tokens(each, 6)
     assert decode.count("handoffs_received") == 3
-    assert_clean(prefill, decode)
-
-
-def test_cached_slots_make_room_for_new_ones_oldest_first(engine, tokens):
-    prefill = engine("kv_producer", extra=slots(8), prefix_caching=False)
-    decode = engine("kv_consumer", prefix_caching=False)
-    prompts = [prompt(4 * BLOCK + 1, seed) for seed in range(3)]
-    for each in prompts:
-        assert hand_off(prefill, decode, each) == tokens(each, 6)
-    assert_clean(prefill, decode)
-    assert prefill.usage == (0, 8, 0)
-    assert hand_off(prefill, decode, prompts[2]) == tokens(prompts[2], 6)
-    assert prefill.count("blocks_saved") == 12  # it was still there
-    assert hand_off(prefill, decode, prompts[0]) == tokens(prompts[0], 6)
-    assert prefill.count("blocks_saved") == 16  # it was not
     assert_clean(prefill, decode)

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
 
 from omni_connector.copy import held_blocks
 from omni_connector.errors import StaleSlotError
-from omni_connector.handoff import receiver
 from omni_connector.identity import epochs
 from omni_connector.identity.loaded_weights import UnreadableWeightsError
 from omni_connector.vllm_v1 import connector
@@ -70,122 +68,6 @@ def test_slots_that_were_cached_are_not_handed_off_again(engine, after, reset):
     assert_clean(prefill, decode)
 
 
-@pytest.mark.parametrize("reset", RESETS)
-def test_what_was_handed_off_before_is_not_leased_after(engine, after, reset):
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    answer = prefill.generate(PROMPT, params=HANDOFF).params
-    for each in (prefill, decode):
-        new_weights(each)
-        assert each.scheduler.reset_prefix_cache(**RESETS[reset])
-    assert decode.generate(PROMPT, 6, params=answer).tokens == after(PROMPT, 6)
-    assert decode.failures() == {"other_weights": 1}
-    prefill.generate(prompt(20, seed=3))  # an engine without requests learns of it with the next
-    assert_clean(prefill, decode)
-
-
-def test_an_idle_engine_frees_its_slots_with_its_next_request_after_new_weights(engine):
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    request_id = leased(prefill, decode, PROMPT)
-    prefill.generate(prompt(6 * BLOCK, seed=2), params=HANDOFF)
-    assert prefill.usage[0] > 0
-    new_weights(prefill, decode)
-    assert prefill.scheduler.reset_prefix_cache()
-    assert decode.scheduler.reset_prefix_cache()
-    prefill.generate(prompt(20, seed=3))
-    assert prefill.usage == (0, 0, 0)
-    decode.settle()
-    assert decode.failures() in VOID
-    assert decode.done(request_id)
-    assert_clean(prefill, decode)
-
-
-def test_a_lease_from_before_is_not_used(engine, after):
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    request_id = leased(prefill, decode, PROMPT)
-    for each in (decode, prefill):
-        new_weights(each)
-        assert each.scheduler.reset_prefix_cache()
-    decode.settle()
-    assert decode.answers[request_id].tokens == after(PROMPT, 6)
-    assert decode.failures() == {"weights_changed": 1}
-    assert_clean(prefill, decode)
-
-
-def test_a_lease_from_before_the_peer_was_reset_is_not_used(engine, after):
-    """The decode engine was reset first; its request came before the prefill engine was."""
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    answer = prefill.generate(PROMPT, params=HANDOFF).params
-    new_weights(decode)
-    assert decode.scheduler.reset_prefix_cache()
-    request_id = decode.submit(PROMPT, max_tokens=6, params=answer)
-    decode.run(lambda: request_id in inspection.fetches(decode.half))
-    new_weights(prefill)
-    assert prefill.scheduler.reset_prefix_cache()
-    decode.settle()
-    assert decode.answers[request_id].tokens == after(PROMPT, 6)
-    assert decode.failures() == {"other_weights": 1}
-    prefill.generate(prompt(20, seed=3))
-    assert_clean(prefill, decode)
-
-
-def test_a_lease_of_a_while_ago_is_requested_again_and_leaves_one(engine, tokens, monkeypatch):
-    monkeypatch.setattr(receiver, "_FRESH_S", 0.5)
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    request_id = leased(prefill, decode, PROMPT)
-    time.sleep(1.0)
-    decode.settle()
-    assert decode.answers[request_id].tokens == tokens(PROMPT, 6)
-    assert decode.count("handoffs_received") == 1
-    assert not decode.failures()
-    assert_clean(prefill, decode)
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-def test_an_engine_of_long_steps_does_not_ask_for_ever(engine, tokens, monkeypatch, overlap):
-    monkeypatch.setattr(receiver, "_FRESH_S", 0.1)
-    prefill = engine("kv_producer")
-    decode = engine("kv_consumer", async_scheduling=overlap)
-    answer = prefill.generate(PROMPT, params=HANDOFF).params
-    execute = decode.execute
-    monkeypatch.setattr(decode, "execute", lambda step: time.sleep(0.2) or execute(step))
-    busy = decode.submit(prompt(20, seed=5), max_tokens=60)
-    decode.run(lambda: decode.answers[busy].tokens)
-    request_id = decode.submit(PROMPT, max_tokens=2, params=answer)
-    decode.run(lambda: decode.done(request_id))
-    assert not decode.done(busy)
-    assert decode.answers[request_id].tokens == tokens(PROMPT, 2)
-    assert decode.count("handoffs_received") == 1
-    assert not decode.failures()
-
-
-def test_an_engine_that_other_ranks_hold_up_does_not_ask_for_ever(engine, tokens, monkeypatch):
-    """A data-parallel rank without work of its own takes part in the steps of the others."""
-    monkeypatch.setattr(receiver, "_FRESH_S", 0.5)
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    answer = prefill.generate(PROMPT, params=HANDOFF).params
-    held_up = 0.0
-    fetching = inspection.receiver(decode.half)
-    for part in (fetching, inspection.channel(decode.half)):
-        monkeypatch.setattr(part, "_clock", lambda: time.monotonic() + held_up)
-    request_id = decode.submit(PROMPT, max_tokens=2, params=answer)
-    while not decode.done(request_id):
-        decode.step()
-        time.sleep(0.005)
-        held_up += 1.2 * receiver._FRESH_S
-        assert held_up < 200
-    assert decode.answers[request_id].tokens == tokens(PROMPT, 2)
-    assert decode.failures() == {"peer_unreachable": 1}
-
-
-def test_answers_that_always_come_too_late_are_asked_for_only_so_often(engine, tokens, monkeypatch):
-    monkeypatch.setattr(receiver, "_FRESH_S", 0.0)  # as with a network that takes longer
-    prefill, decode = engine("kv_producer"), engine("kv_consumer", policy="recompute")
-    answer = prefill.generate(PROMPT, params=HANDOFF).params
-    assert decode.generate(PROMPT, max_tokens=2, params=answer).tokens == tokens(PROMPT, 2)
-    assert decode.failures() == {"peer_unreachable": 1}
-    assert_clean(prefill, decode)
-
-
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_load_under_way_comes_to_nothing(engine, hasty_resets, after, policy):
     """vLLM does not reset its blocks while they are loaded, but tells the connector."""
@@ -201,19 +83,6 @@ def test_a_load_under_way_comes_to_nothing(engine, hasty_resets, after, policy):
     assert decode.answers[request_id].tokens == after(PROMPT, 6)
     # Nor is anything of it in the prefix cache.
     assert decode.generate(PROMPT, 6).tokens == after(PROMPT, 6)
-    assert_clean(prefill, decode)
-
-
-def test_who_reads_slots_of_before_learns_that_they_are_void(engine, after):
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    request_id = leased(prefill, decode, PROMPT)
-    new_weights(prefill, decode)
-    assert prefill.scheduler.reset_prefix_cache()
-    prefill.generate(prompt(20, seed=3))  # a step tells the workers
-    wait(lambda: inspection.copies_ended(prefill.worker_half))
-    decode.settle()
-    assert decode.answers[request_id].tokens == after(PROMPT, 6)
-    assert decode.failures() in VOID
     assert_clean(prefill, decode)
 
 
@@ -233,34 +102,6 @@ def test_after_two_resets_without_a_step_readers_are_told_of_both(engine):
     for slot, generation in read:
         with pytest.raises(StaleSlotError):
             prefill.arena().verify(slot, generation)
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("family", ["full", "all three"])
-@pytest.mark.values
-def test_a_prefill_under_way_is_copied_anew(engine, after, overlap, family):
-    options = {"family": family}
-    # Half a block a step, so that there are steps in which no copy is under way.
-    prefill = engine(
-        "kv_producer", max_tokens_a_step=BLOCK // 2, async_scheduling=overlap, **options
-    )
-    decode = engine("kv_consumer", **options)
-    prefill.instant_copies = True
-    request_id = prefill.submit(PROMPT, params=HANDOFF)
-    for _ in range(5):
-        prefill.step()
-    prefill.run(lambda: not inspection.copies_under_way(prefill.half))
-    assert not prefill.done(request_id)
-    assert family != "full" or prefill.count("blocks_saved") > 1
-    new_weights(prefill, decode)
-    assert prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert decode.scheduler.reset_prefix_cache()
-    prefill.run(lambda: prefill.done(request_id))
-    prefill.settle()
-    answer = prefill.answers[request_id].params
-    assert decode.generate(PROMPT, 6, params=answer).tokens == after(PROMPT, 6, **options)
-    assert decode.count("handoffs_received") == 1
-    assert_clean(prefill, decode)
 
 
 def test_a_prefill_that_goes_on_upon_old_blocks_is_not_handed_off(engine):
@@ -386,29 +227,6 @@ def test_a_rank_has_one_socket_for_what_it_is_asked(engine, runtime, ranks, extr
     assert_clean(one)
 
 
-def test_resets_under_load_do_not_fail_with_several_ranks(engine, tokens):
-    sharer = engine("kv_both", ranks=2, extra=SHARES, max_tokens_a_step=4 * BLOCK)
-    requests = {}
-    for number in range(60):
-        text = prompt(8 * BLOCK, seed=number)
-        requests[sharer.submit(text, max_tokens=4)] = text
-        sharer.step()
-        sharer.step()
-        # Blocks of before are found again, and no cache is reset while they are loaded.
-        sharer.run(
-            lambda: all(
-                each.status is not RequestStatus.WAITING_FOR_REMOTE_KVS
-                for each in sharer.scheduler.requests.values()
-            )
-        )
-        assert sharer.scheduler.reset_prefix_cache(reset_running_requests=True)
-    sharer.settle()
-    for request_id, text in requests.items():
-        assert sharer.answers[request_id].tokens == tokens(text, 4)
-    assert not sharer.failures()
-    assert_clean(sharer)
-
-
 def test_a_reset_does_not_wait_for_copies_where_requests_hold_blocks(engine, monkeypatch):
     sharer = engine("kv_both", ranks=2, extra=SHARES)
     held = sharer.hold(saves=True)
@@ -431,25 +249,6 @@ def test_a_reset_fails_where_a_rank_does_not_answer(engine, hasty_resets, log):
     held.open()
     sharer.settle()
     assert sharer.scheduler.reset_prefix_cache()
-
-
-def test_a_second_reset_before_a_step_forgets_no_reader_of_the_first(engine, monkeypatch):
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    leased(prefill, decode, PROMPT)
-    (handoff,) = prefill.handoffs
-    leased_slots = sorted(handoff.held.tolist())
-    told = []
-    inspection.watch_void(prefill.worker_half, monkeypatch.setattr, told.append)
-    for weights in (b"new", b"newer"):
-        prefill.runner.weights = weights
-        assert prefill.scheduler.reset_prefix_cache()
-        inspection.know_weights(prefill.half, 1, weights)
-    prefill.submit(prompt(20, seed=3))
-    prefill.settle()
-    assert sorted(slot for slots in told for slot in slots) == leased_slots
-    decode.settle()
-    assert decode.failures() in VOID
-    assert_clean(prefill, decode)
 
 
 def test_a_hand_off_and_a_lease_of_before_a_reset_that_changes_nothing_stay_good(engine, tokens):

@@ -214,17 +214,6 @@ def test_a_prefix_is_shared_while_its_first_handoff_is_still_held(engine, tokens
     assert_clean(prefill, decode)
 
 
-def test_the_same_prompt_prefilled_twice_at_the_same_time(engine, tokens):
-    prefill, decode = engine("kv_producer"), engine("kv_consumer", prefix_caching=False)
-    ids = [prefill.submit(prompt(75), params=HANDOFF) for _ in range(2)]
-    prefill.settle()
-    for request_id in ids:
-        answer = prefill.answers[request_id].params
-        assert decode.generate(prompt(75), 6, params=answer).tokens == tokens(prompt(75), 6)
-    assert decode.count("handoffs_received") == 2
-    assert_clean(prefill, decode)
-
-
 def test_prompts_of_different_salts_share_nothing(engine, tokens):
     prefill, decode = engine("kv_producer"), engine("kv_consumer", prefix_caching=False)
     for salt in ("a", "b"):

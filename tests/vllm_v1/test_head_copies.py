@@ -6,11 +6,9 @@ bytes of one head. So an answer is right only if all ranks got the right bytes.
 """
 
 import dataclasses
-import itertools
 from collections import Counter
 
 import pytest
-from msgspec import UNSET
 
 from omni_connector.copy import load_plans
 from omni_connector.vllm_v1 import assembly
@@ -21,21 +19,17 @@ from .harness import (
     HANDOFF,
     assert_clean,
     hand_off,
-    leased,
     prompt,
     require_right_handoffs,
-    run,
-    wait,
 )
 from .stores import MASTER, PREFIX, QUESTION, landed
 from .test_host_prefix import neighbours, publish, sharer  # noqa: F401 - a fixture
-from .test_stripes import LENGTHS, arena_bytes, other_stripe, published
+from .test_stripes import HEADS, LENGTHS, arena_bytes, published
 
 pytestmark = pytest.mark.vllm
 
 # Heads of the toy: 2 of `full`, 4 of `more`, whatever its configuration says.
-SIZES = [pair for pair in itertools.product((1, 2, 4, 8), repeat=2) if max(pair) > 2]
-between = pytest.mark.parametrize("ranks", SIZES, ids=lambda pair: f"{pair[0]} to {pair[1]}")
+between = pytest.mark.parametrize("ranks", HEADS, ids=lambda pair: f"{pair[0]} to {pair[1]}")
 
 
 def stripes(engine):
@@ -79,16 +73,6 @@ def test_every_rank_gets_the_bytes_of_a_handoff(engine, family, ranks):
     heads = 4 if "more" in family else 2
     assert stripes(prefill) == (2 if spread_in_part(prefill) else max(1, ranks[0] // heads))
     assert spread_in_part(prefill) == (family == "more and full" and ranks[0] == 4)
-    require_right_handoffs(prefill, decode, reference, LENGTHS)
-
-
-@pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
-@between
-@pytest.mark.values
-def test_blocks_of_another_size_are_made_of_slots_of_several_ranks(engine, ranks, sizes):
-    prefill = engine("kv_producer", ranks=ranks[0], block_size=sizes[0])
-    decode = engine("kv_consumer", ranks=ranks[1], block_size=sizes[1])
-    reference = engine(block_size=sizes[1])
     require_right_handoffs(prefill, decode, reference, LENGTHS)
 
 
@@ -171,18 +155,6 @@ def test_each_pipeline_stage_spreads_its_slots_over_as_many_ranks_as_its_layers_
     assert_clean(prefill, decode, both, alone)
 
 
-@pytest.mark.parametrize("ranks", [(4, 2), (4, 4), (8, 8), (8, 1)], ids=str)
-def test_slots_of_another_stripe_are_noticed_by_these_tests(engine, monkeypatch, ranks):
-    """They hold whole blocks of the same prompt, with right checksums and generations."""
-    other_stripe(monkeypatch)
-    prefill, decode = engine("kv_producer", ranks=ranks[0]), engine("kv_consumer", ranks=ranks[1])
-    asked = prompt(8 * BLOCK + 1)
-    expected = engine().generate(asked, 6).tokens
-    assert hand_off(prefill, decode, asked) != expected
-    assert decode.count("tokens_loaded") == 8 * BLOCK
-    assert not decode.failures()
-
-
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_the_slots_of_another_head_are_noticed_by_these_tests(engine, monkeypatch, ranks):
     plan = load_plans.LoadPlans._plan
@@ -204,49 +176,6 @@ def test_the_slots_of_another_head_are_noticed_by_these_tests(engine, monkeypatc
     assert not decode.failures()
 
 
-@pytest.mark.parametrize("family", ["full", "more and full"])
-@pytest.mark.parametrize("ranks", [4, 8])
-@pytest.mark.values
-def test_an_engine_gets_back_what_its_own_cache_has_evicted(sharer, engine, family, ranks):  # noqa: F811
-    alone = sharer(usable_blocks=64, family=family, ranks=ranks)
-    publish(alone)
-    for seed in range(10):
-        publish(alone, prompt(8 * BLOCK, seed=seed))
-    expected = engine(family=family).generate(QUESTION, 6).tokens
-    assert alone.generate(QUESTION, 6).tokens == expected
-    assert alone.count("tokens_kept") == 6 * BLOCK
-    assert not alone.failures()
-    assert_clean(alone)
-
-
-@pytest.mark.shows(
-    "one copy of a head that several ranks hold: shared prefixes",
-    control="test_wrong_bytes_in_the_copy_of_one_head_that_nobody_checks_are_noticed",
-)
-@pytest.mark.parametrize(
-    ("family", "stages"),
-    [("full", ()), ("full", (1,)), ("more and full", ()), ("more and full", (LAYERS,))],
-    ids=str,
-)
-@pytest.mark.parametrize("ranks", [4, 8])
-@pytest.mark.values
-def test_a_neighbours_blocks_are_read_from_the_ranks_of_each_head(
-    sharer,  # noqa: F811
-    engine,
-    family,
-    ranks,
-    stages,
-):
-    options = {"family": family, "ranks": ranks, "stages": stages}
-    first, second = sharer(**options), sharer(**options)
-    publish(first)
-    expected = engine(family=family).generate(QUESTION, 20).tokens
-    assert second.generate(QUESTION, 20).tokens == expected
-    assert second.count("tokens_from_host") == 6 * BLOCK
-    assert not second.failures()
-    assert_clean(first, second)
-
-
 def test_an_engine_that_keeps_a_copy_a_rank_is_no_neighbour(sharer, engine, monkeypatch):  # noqa: F811
     first = sharer(ranks=4)
     with monkeypatch.context() as apart:
@@ -257,84 +186,6 @@ def test_an_engine_that_keeps_a_copy_a_rank_is_no_neighbour(sharer, engine, monk
     assert not neighbours(second).present()
     assert second.generate(QUESTION, 6).tokens == engine().generate(QUESTION, 6).tokens
     assert second.count("tokens_from_host") == 0
-
-
-def test_an_orphan_is_read_from_the_ranks_of_each_head(sharer, engine):  # noqa: F811
-    first, second = sharer(ranks=4), sharer(ranks=4)
-    publish(first)
-    first.shutdown()
-    wait(lambda: [each.orphan for each in neighbours(second).present()] == [True])
-    successor = engine("kv_both", extra={"share": True}, ranks=4)
-    wait(lambda: any(each.orphan for each in neighbours(successor).present()))
-    expected = engine().generate(QUESTION, 6).tokens
-    for each in (second, successor):
-        assert each.generate(QUESTION, 6).tokens == expected
-        assert each.count("tokens_from_host") > 0
-        assert not each.failures()
-
-
-def test_wrong_bytes_in_the_copy_of_one_head_are_noticed_by_its_ranks(sharer, engine):  # noqa: F811
-    first, second = sharer(ranks=4), sharer(ranks=4)
-    publish(first)
-    first.arena(2).slots[:] ^= 0x10
-    expected = engine().generate(QUESTION, 6).tokens
-    assert second.generate(QUESTION, 6).tokens == expected
-    assert set(second.failures()) == {"checksum_mismatch"}
-    assert_clean(first, second)
-
-
-def test_wrong_bytes_in_the_copy_of_one_head_that_nobody_checks_are_noticed(
-    sharer,  # noqa: F811
-    engine,
-    monkeypatch,
-):
-    inspection.compare_nothing(monkeypatch.setattr)
-    first, second = sharer(ranks=4), sharer(ranks=4)
-    publish(first)
-    first.arena(2).slots[:] ^= 0x10
-    expected = engine().generate(QUESTION, 6).tokens
-    assert second.generate(QUESTION, 6).tokens != expected
-    assert second.count("tokens_from_host") == 6 * BLOCK
-
-
-def test_new_weights_void_what_each_rank_owns(engine):
-    require_void(engine, "full")
-
-
-def require_void(engine, family):
-    """After new weights, no rank of eight has anything that was computed with the old ones."""
-    roles = ("kv_producer", "kv_consumer")
-    prefill, decode = (engine(role, family=family, ranks=8) for role in roles)
-    asked = prompt(8 * BLOCK + 1)
-    late = leased(prefill, decode, asked)
-    [handoff] = prefill.handoffs
-    generations = prefill.directory.pool.generation[handoff.held].tolist()
-    read = dict(zip(handoff.held.tolist(), generations, strict=True))
-    prefill.runner.weights = b"new"
-    assert prefill.scheduler.reset_prefix_cache(reset_connector=True)
-    for seed in range(2):  # the ranks say which weights they have, and hear what is void
-        prefill.generate(prompt(5, seed=seed))
-    for slot, generation in read.items():
-        for first in (0, 4):  # of the ranks of a head
-            arena = prefill.arena(first + slot % 4)
-            wait(lambda at=(arena, slot // 4, generation): at[0].header(at[1]).generation > at[2])
-    run([prefill, decode], lambda: decode.done(late))
-    assert decode.answers[late].tokens == engine(family=family).generate(asked, 6).tokens
-    assert_clean(prefill, decode)
-
-
-@pytest.mark.parametrize("ranks", [(4, 4), (4, 2), (2, 4)], ids=str)
-def test_where_the_ranks_of_a_stage_are_on_several_hosts_each_keeps_all(engine, monkeypatch, ranks):
-    with monkeypatch.context() as apart:
-        apart.setattr(assembly, "num_near_ranks", lambda _: 1)
-        prefill = engine("kv_producer", ranks=ranks[0])
-    assert stripes(prefill) == 1
-    decode = engine("kv_consumer", ranks=ranks[1])
-    asked = prompt(8 * BLOCK + 1)
-    assert hand_off(prefill, decode, asked) == engine().generate(asked, 6).tokens
-    assert published(prefill) == [8] * ranks[0]
-    assert decode.count("tokens_loaded") == 8 * BLOCK
-    assert_clean(prefill, decode)
 
 
 def test_where_it_is_not_known_which_ranks_hold_the_same_each_keeps_all(engine, monkeypatch):
@@ -388,14 +239,3 @@ def test_an_engine_that_knows_of_no_copies_reads_no_other_heads_in_a_store(
     shelf.evict(lambda key: "/0.1/" in key or "/0.3/" in key)
     assert third.generate(QUESTION, 6).tokens == expected
     assert third.count("tokens_shared") == 6 * BLOCK
-
-
-def test_a_version_that_knows_no_stripes_is_refused_by_name(engine, log):
-    prefill, decode = engine("kv_producer", ranks=4), engine("kv_consumer")
-    asked = prompt(4 * BLOCK + 1)
-    answer = prefill.generate(asked, params=HANDOFF).params
-    inspection.learn(decode.half, stripes=UNSET)
-    expected = engine().generate(asked, 6).tokens
-    assert decode.generate(asked, 6, params=answer).tokens == expected
-    assert decode.failures() == {"incompatible_peer": 1}
-    assert "stripes of slots" in log[-1]

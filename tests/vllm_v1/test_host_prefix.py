@@ -302,21 +302,6 @@ def test_hits_of_neighbours_are_told(sharer):
     assert third.count("tokens_from_host") == 4 * BLOCK
 
 
-def test_a_block_that_goes_before_it_is_read_costs_its_computing(sharer, tokens):
-    first, second = sharer(extra=slots(12)), sharer()
-    publish(first)
-    held = second.hold(loads=True)
-    request_id = second.submit(QUESTION, max_tokens=6)
-    second.step()
-    for seed in range(3):
-        publish(first, prompt(4 * BLOCK, seed=seed))
-    held.open()
-    second.run(lambda: second.done(request_id))
-    assert second.answers[request_id].tokens == tokens(QUESTION, 6)
-    assert set(second.failures()) <= {"stale_slot"}
-    assert_clean(first, second)
-
-
 def test_what_an_engine_had_is_found_after_its_end_by_others_and_its_successor(
     sharer, engine, tokens
 ):
@@ -515,19 +500,6 @@ def test_the_own_arena_is_read_though_nobody_can_attach_it(sharer, tokens, runti
     assert publish(alone, QUESTION, max_tokens=6).tokens == tokens(QUESTION, 6)
     assert alone.count("tokens_kept") >= BLOCK
     assert not alone.failures()
-
-
-def test_aborts_while_loading_leave_nothing(sharer, tokens):
-    first, second = sharer(), sharer()
-    publish(first)
-    held = second.hold(loads=True)
-    request_id = second.submit(QUESTION, max_tokens=6)
-    second.step()
-    second.abort(request_id)
-    held.open()
-    second.settle()
-    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
-    assert_clean(first, second)
 
 
 def test_what_is_kept_already_takes_no_room_from_what_is_new(sharer):
@@ -990,19 +962,3 @@ def test_hints_in_vllm_xargs_change_no_hand_off(sharer, tokens):
     assert decode.count("handoffs_received") == 1
     assert pinned(decode) > 0
     assert not prefill.count("bad_hints") + decode.count("bad_hints")
-
-
-def test_of_a_prompt_that_still_runs_the_end_goes_first(sharer):
-    first = sharer(instant_copies=True)
-    asked = prompt(4 * BLOCK, seed=7)
-    request_id = first.submit(asked, max_tokens=100)
-    first.run(lambda: kept(first) >= 4)
-    assert not first.done(request_id)
-    pool = inspection.pool(first.half)
-    with pool.lock:
-        pool.let_go(pool._new(pool._num_free + pool.num_cached - 2))
-    second = sharer()
-    publish(second, [*asked, 7])
-    assert second.count("tokens_from_host") == 2 * BLOCK
-    first.settle()
-    assert_clean(first, second)

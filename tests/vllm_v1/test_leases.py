@@ -5,18 +5,14 @@ import threading
 
 import pytest
 
-from omni_connector.handoff import receiver
 from omni_connector.runtime.shared_work import Helpers
-from tests import inspection
 from tests.toy import BLOCK
 
 from .harness import (
     HANDOFF,
     assert_clean,
     hand_off,
-    leased,
     prompt,
-    run,
     slots,
     wait,
 )
@@ -78,44 +74,6 @@ def test_identical_prefills_share_one_set_of_slots(engine, family, caching):
     assert_clean(prefill, decode)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-def test_an_abort_leaves_the_slots_that_a_sibling_waits_for(engine, tokens, overlap):
-    prefill = engine("kv_producer", max_tokens_a_step=4 * BLOCK, async_scheduling=overlap)
-    decode = engine("kv_consumer")
-    held = prefill.hold(saves=True)
-    first, second = (prefill.submit(PROMPT, params=HANDOFF) for _ in range(2))
-    prefill.step()
-    wait(held.waiting.is_set)
-    assert not prefill.done(first)
-    prefill.abort(first)
-    prefill.run(lambda: prefill.done(second))
-    held.open()
-    answer = prefill.answers[second].params
-    decoded = decode.submit(PROMPT, max_tokens=6, params=answer)
-    run([prefill, decode], lambda: decode.done(decoded))
-    assert decode.answers[decoded].tokens == tokens(PROMPT, 6)
-    assert decode.count("handoffs_received") == 1
-    assert_clean(prefill, decode)
-
-
-def test_a_copy_that_fails_is_no_hand_off_for_a_sibling_either(engine, tokens):
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    prefill.instant_copies = True
-
-    def fail(*args, **kwargs):
-        raise OSError("no such page")
-
-    prefill.hold().save = fail
-    ids = [prefill.submit(PROMPT, params=HANDOFF) for _ in range(2)]
-    prefill.run(lambda: prefill.done(*ids))
-    prefill.settle()
-    for each in ids:
-        answer = prefill.answers[each].params
-        assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
-    assert decode.count("handoffs_received") == 0
-    assert_clean(prefill, decode)
-
-
 def test_a_request_that_the_server_refused_ends_its_hand_off(engine):
     """vLLM tells of it by a prompt of one token in its place, which it aborts at once."""
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
@@ -153,22 +111,6 @@ def test_a_large_prompt_is_not_overtaken_for_ever_by_small_ones(engine, tokens):
     assert_clean(prefill, decode)
 
 
-def test_waiters_try_only_when_there_is_new_room(engine, monkeypatch):
-    prefill = engine("kv_producer", extra=slots(8))
-    prefill.generate(prompt(8 * BLOCK), params=HANDOFF)
-    directory = prefill.directory
-    tries = []
-    open_ = directory.open
-    monkeypatch.setattr(directory, "open", lambda *args: tries.append(1) or open_(*args))
-    ids = [prefill.submit(prompt(3 * BLOCK, seed), params=HANDOFF) for seed in range(20)]
-    for _ in range(50):
-        prefill.step()
-    assert len(tries) == 1
-    for each in ids:
-        prefill.abort(each)
-    prefill.settle()
-
-
 def test_steps_that_compute_nothing_help_with_copies(engine, monkeypatch):
     lent = []
     monkeypatch.setattr(Helpers, "lend", lambda self, needed: lent.append(needed()))
@@ -185,71 +127,6 @@ def test_steps_that_compute_nothing_help_with_copies(engine, monkeypatch):
     lent.clear()
     decode.generate(prompt(BLOCK), 1)
     assert True not in lent
-
-
-@pytest.mark.parametrize(("lease_s", "margin"), [(100.0, 1.0), (2.0, 0.5)])
-@pytest.mark.parametrize("soon", [True, False])
-def test_no_load_starts_close_to_the_end_of_its_lease(
-    engine, tokens, monkeypatch, lease_s, margin, soon
-):
-    """With the policy that makes a failed load an error to the client."""
-    prefill = engine("kv_producer", extra={"handoff_ttl_s": lease_s})
-    decode = engine("kv_consumer", policy="fail")
-    for each in (prefill, decode):
-        each.stop_time()
-    request_id = leased(prefill, decode, PROMPT)
-    fetch = inspection.fetches(decode.half)[request_id]
-    monkeypatch.setattr(receiver, "_FRESH_S", 1e9)  # nor is it asked for anew
-    monkeypatch.setattr(inspection.receiver(decode.half), "_clock", lambda: now)
-    now = fetch.future.result().expires - margin + (0.01 if soon else -0.01)
-    decode.step()
-    monkeypatch.undo()
-    decode.settle()
-    assert decode.answers[request_id].tokens == tokens(PROMPT, 6)
-    assert decode.failures() == ({"lease_expired": 1} if soon else {})
-    assert decode.count("handoffs_received") == (not soon)
-
-
-def test_a_lease_that_is_not_wanted_ends_before_its_request(engine):
-    """What vLLM's own cache has is not loaded."""
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    decode.generate(PROMPT, 6)
-    answer = prefill.generate([*PROMPT[: 5 * BLOCK], 7], params=HANDOFF).params
-    request_id = decode.submit([*PROMPT[: 5 * BLOCK], 7], max_tokens=200, params=answer)
-    decode.run(lambda: bool(decode.answers[request_id].tokens))
-    wait(lambda: prefill.usage[2] == 0)
-    assert not decode.done(request_id)
-    assert prefill.usage[0] == 0
-    decode.abort(request_id)
-    assert_clean(prefill, decode)
-
-
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize(("family", "ranks"), [("full", 1), ("window and full", 1), ("full", 2)])
-@pytest.mark.values
-def test_a_load_whose_lease_ends_in_the_queue_is_computed(engine, policy, family, ranks):
-    """vLLM's policy is for loads that fail."""
-    options = {"family": family, "ranks": ranks}
-    prefill = engine("kv_producer", extra={"handoff_ttl_s": 20.0}, **options)
-    decode = engine("kv_consumer", policy=policy, **options)
-    right = engine(**options).generate(PROMPT, 6).tokens
-    held = decode.hold(loads=True)
-    first = leased(prefill, decode, PROMPT)
-    decode.run(held.waiting.is_set)
-    other = prompt(LENGTH, seed=1)
-    second = leased(prefill, decode, other)
-    decode.run(lambda: decode.loads_under_way == 2)
-    for each in (prefill, decode):
-        each.pass_time(20.0)
-    wait(lambda: prefill.usage[2] == 0)
-    held.open()
-    decode.settle()
-    assert decode.answers[first].tokens == right
-    assert decode.answers[second].tokens == engine(**options).generate(other, 6).tokens
-    failures = decode.failures()  # what the first has read before, it may have read as a whole
-    assert failures.pop("lease_expired") == 2 - decode.count("handoffs_received")
-    assert not failures
-    assert_clean(prefill, decode)
 
 
 def test_a_step_that_helps_is_told_of_the_end_of_a_copy(engine, monkeypatch):

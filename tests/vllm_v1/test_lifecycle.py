@@ -169,24 +169,6 @@ def test_reset_forgets_the_slots_that_could_be_shared(engine, tokens):
     assert_clean(prefill, decode)
 
 
-def test_copies_in_flight_at_new_weights_are_not_shared_later(engine, hasty_resets):
-    prefill, decode = engine("kv_producer"), engine("kv_consumer", prefix_caching=False)
-    held = prefill.hold(saves=True)
-    request_id = prefill.submit(PROMPT, params=HANDOFF)
-    prefill.run(lambda: prefill.done(request_id))
-    for each in (prefill, decode):
-        each.runner.weights = b"new"
-        each.scheduler.reset_prefix_cache(reset_connector=True)
-    expected = engine(weights=b"new").generate(PROMPT, 6).tokens
-    held.open()
-    prefill.settle()
-    assert hand_off(prefill, decode, PROMPT) == expected
-    assert prefill.count("blocks_saved") == 10
-    answer = prefill.answers[request_id].params
-    assert decode.generate(PROMPT, 6, params=answer).tokens == expected
-    assert_clean(decode)
-
-
 def test_reset_on_a_decode_engine_works(engine):
     assert engine("kv_consumer").scheduler.reset_prefix_cache(reset_connector=True)
 

@@ -34,19 +34,6 @@ def test_a_failed_load_that_the_runner_keeps_to_itself_would_be_served(engine, m
     assert wrong != reference.generate(PROMPT, 6).tokens
 
 
-def test_a_request_that_is_aborted_while_its_load_fails_leaves_nothing(engine, family):
-    prefill, decode, reference = trio(engine, OlderRunner, family=family)
-    answer = prefill.generate(PROMPT, params=HANDOFF).params
-    spoil_a_slot(prefill)
-    held = decode.hold(loads=True)
-    decoded = decode.submit(PROMPT, max_tokens=6, params=answer)
-    decode.run(held.waiting.is_set)
-    decode.abort(decoded)
-    held.open()
-    assert_clean(prefill, decode)
-    assert decode.generate(PROMPT, 6).tokens == reference.generate(PROMPT, 6).tokens
-
-
 @pytest.mark.values
 def test_what_two_ranks_report_is_added_up(engine, family):
     """One rank alone may fail."""

@@ -11,7 +11,6 @@ from .harness import (
     hand_off,
     prompt,
     run,
-    wait,
 )
 from .runners import spoil_a_slot, trio
 from .stores import QUESTION, landed, publish
@@ -53,50 +52,6 @@ def test_many_at_once_arrive(engine, tokens, runner, overlap):
     assert [decode.answers[each].tokens for each in decoding] == [tokens(t, 4) for t in texts]
     assert decode.count("handoffs_received") == len(texts)
     assert_clean(both, decode)
-
-
-def test_copies_of_lost_blocks_go_on(engine, tokens, runner):
-    """Also where nobody announces a preemption."""
-    prefill = engine(
-        "kv_producer",
-        lifecycle=runner(),
-        usable_blocks=14,
-        max_tokens_a_step=4 * BLOCK,
-        long_prefill=2 * BLOCK,
-    )
-    decode = engine("kv_consumer", lifecycle=runner())
-    long, text = prompt(12 * BLOCK, seed=1), prompt(8 * BLOCK, seed=2)
-    held = prefill.hold(saves=True)
-    other = prefill.submit(long, max_tokens=2)
-    handed = prefill.submit(text, params=HANDOFF)
-    prefill.run(lambda: handed in prefill.preempted)
-    for _ in range(10):
-        prefill.step()
-    held.open()
-    prefill.settle()
-    assert prefill.answers[other].tokens == tokens(long, 2)
-    answer = prefill.answers[handed].params
-    assert decode.generate(text, 6, params=answer).tokens == tokens(text, 6)
-    assert decode.count("handoffs_received") == 1
-    assert_clean(prefill, decode)
-
-
-def test_blocks_stay_until_their_copies_ended(engine, tokens, runner):
-    prefill, decode = (engine(role, lifecycle=runner()) for role in ("kv_producer", "kv_consumer"))
-    before = prefill.free_blocks
-    held = prefill.hold(saves=True)
-    handed = prefill.submit(PROMPT, params=HANDOFF)
-    prefill.run(lambda: prefill.done(handed))
-    wait(held.waiting.is_set)
-    for _ in range(10):  # steps without a forward pass
-        prefill.step()
-    assert prefill.free_blocks < before
-    held.open()
-    prefill.settle()
-    assert prefill.free_blocks == before
-    answer = prefill.answers[handed].params
-    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
-    assert_clean(prefill, decode)
 
 
 @pytest.mark.values

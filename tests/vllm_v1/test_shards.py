@@ -30,8 +30,8 @@ from .harness import (
 )
 from .places import Place, ask, publish
 from .stores import MASTER
-from .test_head_copies import between, require_void
-from .test_stripes import LENGTHS, published
+from .test_head_copies import between
+from .test_stripes import LENGTHS, published, require_void
 
 pytestmark = pytest.mark.vllm
 
@@ -268,7 +268,7 @@ def test_wrong_bytes_of_one_shard_are_noticed_by_its_rank(place, engine):
 
 
 def test_new_weights_void_what_each_rank_has(engine):
-    require_void(engine, "state and full")
+    require_void(engine, "state and full", stripes=4)
 
 
 def test_engines_that_divide_otherwise_are_no_neighbours(place, engine, monkeypatch):

@@ -11,11 +11,10 @@ from vllm.v1.request import FinishReason
 from omni_connector.identity.loaded_weights import UnreadableWeightsError
 from omni_connector.prefix import store_jobs
 from tests import inspection
-from tests.inspection import hold_no_blocks
 from tests.toy import BLOCK, WINDOW
 
 from . import harness
-from .harness import HANDOFF, assert_clean, prompt, run, wait
+from .harness import HANDOFF, assert_clean, prompt
 from .stores import PREFIX, QUESTION, SwitchedShelf, landed, publish
 
 pytestmark = pytest.mark.vllm
@@ -252,101 +251,6 @@ def test_engines_that_cannot_read_each_other_share_nothing(sharer, shelf, engine
 # Losing blocks, requests, entries
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-def test_blocks_that_are_being_copied_go_to_nobody_else(sharer, shelf, tokens, overlap):
-    first, second = sharer(usable_blocks=28, async_scheduling=overlap), sharer()
-    held = first.hold(saves=True)
-    request_id = first.submit(PREFIX)
-    first.run(lambda: first.done(request_id))
-    others = [prompt(5 * BLOCK, seed) for seed in range(20, 26)]
-    ids = [first.submit(each, max_tokens=3) for each in others]
-    first.run(lambda: first.done(*ids))
-    assert held.saved_blocks == []
-    held.open()
-    first.settle()
-    landed(first)
-    for request_id, each in zip(ids, others, strict=True):
-        assert first.answers[request_id].tokens == tokens(each, 3)
-    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
-    assert second.count("tokens_shared") == 6 * BLOCK
-    assert_clean(first, second)
-
-
-def test_without_their_reference_the_race_is_lost(sharer, shelf, tokens):
-    first, second = sharer(usable_blocks=28), sharer()
-    hold_no_blocks(first.half)
-    held = first.hold(saves=True)
-    request_id = first.submit(PREFIX)
-    first.run(lambda: first.done(request_id))
-    ids = [first.submit(prompt(5 * BLOCK, seed), max_tokens=3) for seed in range(20, 26)]
-    first.run(lambda: first.done(*ids))
-    held.open()
-    first.settle()
-    landed(first)
-    assert second.generate(QUESTION, 6).tokens != tokens(QUESTION, 6)
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-def test_preempted_requests_share_what_they_had(sharer, shelf, tokens, overlap):
-    long, other = prompt(12 * BLOCK, seed=1), prompt(8 * BLOCK, seed=2)
-    options = {
-        "usable_blocks": 14,
-        "max_tokens_a_step": 4 * BLOCK,
-        "long_prefill": 2 * BLOCK,
-        "async_scheduling": overlap,
-        "instant_copies": True,  # else vLLM waits for the blocks that they hold, if they take long
-    }
-    first, second = sharer(**options), sharer()
-    ids = [first.submit(long, max_tokens=2), first.submit(other, max_tokens=2)]
-    # Both begin with the first step. Else the second might begin when the first has all blocks.
-    wait(lambda: inspection.store_has_answered(first.half))
-    first.run(lambda: first.done(*ids))
-    assert first.preempted
-    landed(first)
-    for request_id, each in zip(ids, (long, other), strict=True):
-        assert first.answers[request_id].tokens == tokens(each, 2)
-        assert second.generate([*each, 7], 4).tokens == tokens([*each, 7], 4)
-    assert second.count("tokens_shared") > 0
-    assert_clean(first, second)
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-def test_a_preempted_request_may_load_again(sharer, shelf, tokens, overlap):
-    first = sharer()
-    prompts = [prompt(4 * BLOCK - 3, seed) for seed in range(2)]
-    for each in prompts:
-        publish(first, shelf, each)
-    second = sharer(usable_blocks=9, async_scheduling=overlap)
-    held = second.hold(loads=True)  # both run at the same time then
-    ids = [second.submit(each, max_tokens=20) for each in prompts]
-    second.run(lambda: second.loads_under_way == 2)
-    held.open()
-    second.run(lambda: second.done(*ids))
-    assert second.preempted
-    for request_id, each in zip(ids, prompts, strict=True):
-        assert second.answers[request_id].tokens == tokens(each, 20)
-    assert second.count("tokens_shared") >= 6 * BLOCK
-    assert_clean(first, second)
-
-
-@pytest.mark.parametrize("moment", ["lookup", "load", "save"])
-def test_an_abort_leaves_nothing(sharer, shelf, tokens, moment):
-    first, second = sharer(), sharer()
-    publish(first, shelf)
-    if moment == "lookup":
-        shelf.stalled = True
-        second.abort(second.submit(QUESTION))
-        shelf.stalled = False
-    else:
-        held = second.hold(saves=moment == "save", loads=moment == "load")
-        request_id = second.submit(QUESTION if moment == "load" else prompt(70, seed=8))
-        second.run(held.waiting.is_set)
-        second.abort(request_id)
-        held.open()
-    assert_clean(first, second)
-    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
-
-
 def test_a_load_that_is_aborted_before_it_starts(sharer, shelf):
     first, second = sharer(), sharer()
     publish(first, shelf)
@@ -475,25 +379,6 @@ def test_a_hand_off_that_is_refused_is_made_up_for_by_the_store(sharer, shelf, t
     assert decode.failures() == {"unknown_token": 1}
     assert decode.count("tokens_shared") == 6 * BLOCK
     assert_clean(prefill, decode)
-
-
-def test_hand_offs_and_shared_prefixes_at_once(sharer, shelf, tokens):
-    first, prefill, decode = sharer(), sharer(), sharer()
-    publish(first, shelf)
-    questions = [PREFIX + prompt(10 + i, seed=30 + i) for i in range(3)]
-    handed = [prompt(50 + i, seed=40 + i) for i in range(3)]
-    answers = [prefill.generate(each, params=HANDOFF).params for each in handed]
-    ids = [decode.submit(each, max_tokens=6) for each in questions]
-    ids += [
-        decode.submit(each, max_tokens=6, params=answer)
-        for each, answer in zip(handed, answers, strict=True)
-    ]
-    run([prefill, decode], lambda: decode.done(*ids))
-    for request_id, each in zip(ids, questions + handed, strict=True):
-        assert decode.answers[request_id].tokens == tokens(each, 6)
-    assert decode.count("handoffs_received") == 3
-    assert decode.count("tokens_shared") >= 6 * BLOCK
-    assert_clean(first, prefill, decode)
 
 
 # Other things

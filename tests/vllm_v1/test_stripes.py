@@ -6,6 +6,7 @@ bytes of what both hold. So an answer is right only if all ranks got the right b
 """
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from omni_connector.errors import ConfigError
 from omni_connector.vllm_v1 import assembly
 from omni_connector.vllm_v1.metadata import num_near_ranks
 from tests import inspection
-from tests.toy import BLOCK
+from tests.toy import BLOCK, LAYERS
 from tests.toy_runner import WrongBytes
 
 from .harness import (
@@ -30,7 +31,7 @@ from .harness import (
     run,
     wait,
 )
-from .stores import PREFIX, QUESTION
+from .stores import QUESTION
 from .test_host_prefix import neighbours, publish, sharer  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.vllm
@@ -38,6 +39,11 @@ pytestmark = pytest.mark.vllm
 LENGTHS = [2, BLOCK, BLOCK + 1, 5 * BLOCK + 1, 150]
 SIZES = [(1, 2), (2, 1), (2, 2), (4, 2), (2, 4), (8, 1), (1, 8), (8, 8)]
 LATENT = {"family": "latent"}
+HEADS = [pair for pair in itertools.product((1, 2, 4, 8), repeat=2) if max(pair) > 2]
+"""Numbers of ranks, of which some have one of the two heads of `full` in common."""
+
+# What several ranks hold alike: all of it, or each of two heads.
+kept_once = pytest.mark.parametrize(("family", "ranks"), [("latent", 2), ("full", 4)])
 
 
 def published(engine):
@@ -106,16 +112,6 @@ def test_some_groups_must_be_the_same_on_all_ranks(engine, family, stripes, stag
     require_right_handoffs(prefill, decode, reference, LENGTHS)
 
 
-@pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
-@pytest.mark.parametrize("ranks", SIZES, ids=lambda pair: f"{pair[0]} to {pair[1]}")
-@pytest.mark.values
-def test_blocks_of_another_size_are_made_of_slots_of_several_ranks(engine, ranks, sizes):
-    prefill = engine("kv_producer", ranks=ranks[0], block_size=sizes[0], **LATENT)
-    decode = engine("kv_consumer", ranks=ranks[1], block_size=sizes[1], **LATENT)
-    reference = engine(block_size=sizes[1], **LATENT)
-    require_right_handoffs(prefill, decode, reference, LENGTHS)
-
-
 def other_stripe(monkeypatch):
     """Have ranks read each slot in the arena of the rank after its owner's."""
     plan = load_plans.LoadPlans._plan
@@ -129,19 +125,6 @@ def other_stripe(monkeypatch):
         return dataclasses.replace(found, sources=sources)
 
     monkeypatch.setattr(load_plans.LoadPlans, "_plan", turned)
-
-
-@pytest.mark.parametrize("ranks", [(2, 1), (2, 2), (4, 2)], ids=str)
-def test_slots_of_another_stripe_are_noticed_by_these_tests(engine, monkeypatch, ranks):
-    """They hold whole blocks of the same prompt, with right checksums and generations."""
-    other_stripe(monkeypatch)
-    prefill = engine("kv_producer", ranks=ranks[0], **LATENT)
-    decode = engine("kv_consumer", ranks=ranks[1], **LATENT)
-    asked = prompt(8 * BLOCK + 1)
-    expected = engine(**LATENT).generate(asked, 6).tokens
-    assert hand_off(prefill, decode, asked) != expected
-    assert decode.count("tokens_loaded") == 8 * BLOCK
-    assert not decode.failures()
 
 
 def test_a_rank_that_alone_reads_another_stripe_is_noticed_by_these_tests(engine, monkeypatch):
@@ -164,19 +147,6 @@ def test_a_rank_that_alone_reads_another_stripe_is_noticed_by_these_tests(engine
     assert not decode.failures()
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_an_engine_gets_back_what_its_own_cache_has_evicted(sharer, engine, ranks):  # noqa: F811
-    alone = sharer(usable_blocks=32, ranks=ranks, **LATENT)
-    publish(alone)
-    assert sum(published(alone)) == len(PREFIX) // BLOCK
-    for seed in range(5):
-        publish(alone, prompt(8 * BLOCK, seed=seed))
-    assert alone.generate(QUESTION, 6).tokens == engine(**LATENT).generate(QUESTION, 6).tokens
-    assert alone.count("tokens_kept") == 6 * BLOCK
-    assert not alone.failures()
-    assert_clean(alone)
-
-
 def test_the_own_blocks_in_another_stripe_are_not_read(sharer, engine, monkeypatch):  # noqa: F811
     """The header of a slot names its block."""
     alone = sharer(usable_blocks=32, ranks=2, **LATENT)
@@ -188,138 +158,6 @@ def test_the_own_blocks_in_another_stripe_are_not_read(sharer, engine, monkeypat
     assert alone.count("tokens_kept") == 0
     assert set(alone.failures()) == {"stale_slot"}
     assert_clean(alone)
-
-
-@pytest.mark.shows(
-    "one copy of MLA for all ranks: shared prefixes",
-    control="test_wrong_bytes_in_one_rank_that_nobody_checks_are_noticed",
-)
-@pytest.mark.parametrize("stages", [(), (1,)], ids=["one stage", "two stages"])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.values
-def test_a_neighbours_blocks_are_read_from_all_its_ranks(
-    sharer,  # noqa: F811
-    engine,
-    ranks,
-    stages,
-):
-    options = {"ranks": ranks, "stages": stages, **LATENT}
-    first, second = sharer(**options), sharer(**options)
-    publish(first)
-    of_ranks = published(first)
-    for stage in range(1 + len(stages)):
-        assert sum(of_ranks[stage * ranks : (stage + 1) * ranks]) == len(PREFIX) // BLOCK
-    expected = engine(**LATENT).generate(QUESTION, 20).tokens
-    assert second.generate(QUESTION, 20).tokens == expected
-    assert second.count("tokens_from_host") == 6 * BLOCK
-    assert not second.failures()
-    assert_clean(first, second)
-
-
-def test_wrong_bytes_in_one_rank_are_noticed_by_all(sharer, engine):  # noqa: F811
-    first, second = sharer(ranks=2, **LATENT), sharer(ranks=2, **LATENT)
-    publish(first)
-    first.arena(1).slots[:] ^= 0x10
-    expected = engine(**LATENT).generate(QUESTION, 6).tokens
-    assert second.generate(QUESTION, 6).tokens == expected
-    assert set(second.failures()) == {"checksum_mismatch"}
-    assert_clean(first, second)
-
-
-def test_wrong_bytes_in_one_rank_that_nobody_checks_are_noticed(sharer, engine, monkeypatch):  # noqa: F811
-    inspection.compare_nothing(monkeypatch.setattr)
-    first, second = sharer(ranks=2, **LATENT), sharer(ranks=2, **LATENT)
-    publish(first)
-    first.arena(1).slots[:] ^= 0x10
-    expected = engine(**LATENT).generate(QUESTION, 6).tokens
-    assert second.generate(QUESTION, 6).tokens != expected
-    assert second.count("tokens_from_host") == 6 * BLOCK
-
-
-def test_an_orphan_is_read_from_all_its_ranks(sharer, engine):  # noqa: F811
-    options = {"ranks": 2, **LATENT}
-    first, second = sharer(**options), sharer(**options)
-    publish(first)
-    first.shutdown()
-    wait(lambda: [each.orphan for each in neighbours(second).present()] == [True])
-    successor = engine("kv_both", extra={"share": True}, **options)
-    wait(lambda: any(each.orphan for each in neighbours(successor).present()))
-    expected = engine(**LATENT).generate(QUESTION, 6).tokens
-    for each in (second, successor):
-        assert each.generate(QUESTION, 6).tokens == expected
-        assert each.count("tokens_from_host") > 0
-        assert not each.failures()
-
-
-def test_new_weights_void_what_each_rank_owns(engine):
-    prefill, decode = (engine(role, ranks=2, **LATENT) for role in ("kv_producer", "kv_consumer"))
-    asked = prompt(6 * BLOCK + 1)
-    late = leased(prefill, decode, asked)
-    [handoff] = prefill.handoffs
-    generations = prefill.directory.pool.generation[handoff.held].tolist()
-    read = dict(zip(handoff.held.tolist(), generations, strict=True))
-    assert len(read) == 6
-    prefill.runner.weights = b"new"
-    assert prefill.scheduler.reset_prefix_cache(reset_connector=True)
-    for seed in range(2):  # the ranks say which weights they have, and hear what is void
-        prefill.generate(prompt(5, seed=seed))
-    for slot, generation in read.items():
-        arena = prefill.arena(slot % 2)
-        wait(lambda at=(arena, slot // 2, generation): at[0].header(at[1]).generation > at[2])
-    run([prefill, decode], lambda: decode.done(late))
-    expected = engine(**LATENT).generate(asked, 6).tokens
-    assert decode.answers[late].tokens == expected
-    assert_clean(prefill, decode)
-
-
-def test_a_rank_whose_save_fails_takes_the_whole_handoff(engine, monkeypatch):
-    prefill, decode = (engine(role, ranks=2, **LATENT) for role in ("kv_producer", "kv_consumer"))
-    reference = engine(**LATENT)
-
-    def failing(*args, **options):
-        raise OSError("no memory")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(inspection.copier(prefill.worker_halves[1]), "save", failing)
-        asked = prompt(4 * BLOCK + 1)
-        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
-        assert decode.count("tokens_loaded") == 0
-    asked = prompt(4 * BLOCK + 1, seed=1)
-    assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
-    assert decode.count("tokens_loaded") == 4 * BLOCK
-    assert_clean(prefill, decode)
-
-
-def test_a_load_waits_for_the_slots_of_a_rank_that_saves_later(engine):
-    prefill, decode = (engine(role, ranks=2, **LATENT) for role in ("kv_producer", "kv_consumer"))
-    held = prefill.hold(saves=True)  # of one rank
-    asked = prompt(6 * BLOCK + 1)
-    sent = prefill.submit(asked, params=HANDOFF)
-    run([prefill], lambda: prefill.done(sent))
-    got = decode.submit(asked, max_tokens=6, params=prefill.answers[sent].params)
-    for _ in range(20):
-        decode.step()
-        prefill.step()
-    assert not decode.answers[got].tokens
-    held.open()
-    run([prefill, decode], lambda: decode.done(got))
-    assert decode.answers[got].tokens == engine(**LATENT).generate(asked, 6).tokens
-    assert decode.count("tokens_loaded") == 6 * BLOCK
-    assert_clean(prefill, decode)
-
-
-def test_where_the_ranks_of_a_stage_are_on_several_hosts_each_keeps_all(engine, monkeypatch):
-    """A rank could not read the arenas of the others."""
-    with monkeypatch.context() as apart:
-        apart.setattr(assembly, "num_near_ranks", lambda _: 1)
-        prefill = engine("kv_producer", ranks=2, **LATENT)
-    assert inspection.compatibility(prefill.half).num_stripes == 1
-    decode = engine("kv_consumer", ranks=2, **LATENT)
-    asked = prompt(8 * BLOCK + 1)
-    assert hand_off(prefill, decode, asked) == engine(**LATENT).generate(asked, 6).tokens
-    assert published(prefill) == [8, 8]
-    assert decode.count("tokens_loaded") == 8 * BLOCK
-    assert_clean(prefill, decode)
 
 
 @pytest.mark.parametrize(
@@ -352,6 +190,180 @@ def test_ranks_that_disagree_about_stripes_are_refused(engine, monkeypatch):
         engine("kv_producer", ranks=2, **LATENT)
 
 
+def test_a_version_that_knows_no_stripes_reads_and_is_read_as_before(engine):
+    prefill, decode = engine("kv_producer", **LATENT), engine("kv_consumer", ranks=2, **LATENT)
+    inspection.learn(decode.half, stripes=UNSET)
+    asked = prompt(4 * BLOCK + 1)
+    assert hand_off(prefill, decode, asked) == engine(**LATENT).generate(asked, 6).tokens
+    assert decode.count("tokens_loaded") == 4 * BLOCK
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [*(("latent", pair) for pair in SIZES), *(("full", pair) for pair in HEADS)],
+    ids=str,
+)
+@pytest.mark.values
+def test_blocks_of_another_size_are_made_of_slots_of_several_ranks(engine, family, ranks, sizes):
+    prefill = engine("kv_producer", family=family, ranks=ranks[0], block_size=sizes[0])
+    decode = engine("kv_consumer", family=family, ranks=ranks[1], block_size=sizes[1])
+    reference = engine(family=family, block_size=sizes[1])
+    require_right_handoffs(prefill, decode, reference, LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        ("latent", (2, 1)),
+        ("latent", (4, 2)),
+        ("full", (4, 2)),
+        ("full", (8, 8)),
+        ("full", (8, 1)),
+    ],
+    ids=str,
+)
+def test_slots_of_another_stripe_are_noticed_by_these_tests(engine, monkeypatch, family, ranks):
+    """They hold whole blocks of the same prompt, with right checksums and generations."""
+    other_stripe(monkeypatch)
+    prefill = engine("kv_producer", family=family, ranks=ranks[0])
+    decode = engine("kv_consumer", family=family, ranks=ranks[1])
+    asked = prompt(8 * BLOCK + 1)
+    expected = engine(family=family).generate(asked, 6).tokens
+    assert hand_off(prefill, decode, asked) != expected
+    assert decode.count("tokens_loaded") == 8 * BLOCK
+    assert not decode.failures()
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"), [("latent", 2), ("latent", 8), ("full", 4), ("more and full", 8)]
+)
+def test_an_engine_gets_back_what_its_own_cache_has_evicted(sharer, engine, family, ranks):  # noqa: F811
+    alone = sharer(usable_blocks=64, family=family, ranks=ranks)
+    publish(alone)
+    for seed in range(10):
+        publish(alone, prompt(8 * BLOCK, seed=seed))
+    expected = engine(family=family).generate(QUESTION, 6).tokens
+    assert alone.generate(QUESTION, 6).tokens == expected
+    assert alone.count("tokens_kept") == 6 * BLOCK
+    assert not alone.failures()
+    assert_clean(alone)
+
+
+@pytest.mark.shows(
+    "one copy of latents, or of a head, that several ranks hold: shared prefixes",
+    control="test_wrong_bytes_in_one_rank_are_noticed",
+)
+@pytest.mark.parametrize(
+    ("family", "ranks", "stages"),
+    [
+        ("latent", 2, ()),
+        ("latent", 8, (1,)),
+        ("full", 4, (1,)),
+        ("full", 8, ()),
+        ("more and full", 4, ()),
+        ("more and full", 8, (LAYERS,)),
+    ],
+    ids=str,
+)
+def test_a_neighbours_blocks_are_read_from_all_its_ranks(
+    sharer,  # noqa: F811
+    engine,
+    family,
+    ranks,
+    stages,
+):
+    options = {"family": family, "ranks": ranks, "stages": stages}
+    first, second = sharer(**options), sharer(**options)
+    publish(first)
+    expected = engine(family=family).generate(QUESTION, 20).tokens
+    assert second.generate(QUESTION, 20).tokens == expected
+    assert second.count("tokens_from_host") == 6 * BLOCK
+    assert not second.failures()
+    assert_clean(first, second)
+
+
+@kept_once
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+def test_wrong_bytes_in_one_rank_are_noticed(sharer, engine, monkeypatch, family, ranks, checked):  # noqa: F811
+    if not checked:
+        inspection.compare_nothing(monkeypatch.setattr)
+    options = {"family": family, "ranks": ranks}
+    first, second = sharer(**options), sharer(**options)
+    publish(first)
+    first.arena(ranks // 2).slots[:] ^= 0x10
+    expected = engine(family=family).generate(QUESTION, 6).tokens
+    assert (second.generate(QUESTION, 6).tokens == expected) == checked
+    if checked:
+        assert set(second.failures()) == {"checksum_mismatch"}
+        assert_clean(first, second)
+    else:
+        assert second.count("tokens_from_host") == 6 * BLOCK
+
+
+@kept_once
+def test_an_orphan_is_read_from_all_its_ranks(sharer, engine, family, ranks):  # noqa: F811
+    options = {"family": family, "ranks": ranks}
+    first, second = sharer(**options), sharer(**options)
+    publish(first)
+    first.shutdown()
+    wait(lambda: [each.orphan for each in neighbours(second).present()] == [True])
+    successor = engine("kv_both", extra={"share": True}, **options)
+    wait(lambda: any(each.orphan for each in neighbours(successor).present()))
+    expected = engine(family=family).generate(QUESTION, 6).tokens
+    for each in (second, successor):
+        assert each.generate(QUESTION, 6).tokens == expected
+        assert each.count("tokens_from_host") > 0
+        assert not each.failures()
+
+
+@pytest.mark.parametrize("family", ["latent", "full"])
+def test_new_weights_void_what_each_rank_owns(engine, family):
+    require_void(engine, family, stripes=8 if family == "latent" else 4)
+
+
+def require_void(engine, family, stripes):
+    """After new weights, no rank of eight has anything that was computed with the old ones."""
+    roles = ("kv_producer", "kv_consumer")
+    prefill, decode = (engine(role, family=family, ranks=8) for role in roles)
+    asked = prompt(8 * BLOCK + 1)
+    late = leased(prefill, decode, asked)
+    [handoff] = prefill.handoffs
+    generations = prefill.directory.pool.generation[handoff.held].tolist()
+    read = dict(zip(handoff.held.tolist(), generations, strict=True))
+    prefill.runner.weights = b"new"
+    assert prefill.scheduler.reset_prefix_cache(reset_connector=True)
+    for seed in range(2):  # the ranks say which weights they have, and hear what is void
+        prefill.generate(prompt(5, seed=seed))
+    for slot, generation in read.items():
+        for first in range(0, 8, stripes):
+            arena = prefill.arena(first + slot % stripes)
+            at = (arena, slot // stripes, generation)
+            wait(lambda at=at: at[0].header(at[1]).generation > at[2])
+    run([prefill, decode], lambda: decode.done(late))
+    assert decode.answers[late].tokens == engine(family=family).generate(asked, 6).tokens
+    assert_clean(prefill, decode)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"), [("latent", (2, 2)), ("full", (4, 4)), ("full", (4, 2))], ids=str
+)
+def test_where_the_ranks_of_a_stage_are_on_several_hosts_each_keeps_all(
+    engine, monkeypatch, family, ranks
+):
+    """A rank could not read the arenas of the others."""
+    with monkeypatch.context() as apart:
+        apart.setattr(assembly, "num_near_ranks", lambda _: 1)
+        prefill = engine("kv_producer", family=family, ranks=ranks[0])
+    assert inspection.compatibility(prefill.half).num_stripes == 1
+    decode = engine("kv_consumer", family=family, ranks=ranks[1])
+    asked = prompt(8 * BLOCK + 1)
+    assert hand_off(prefill, decode, asked) == engine(family=family).generate(asked, 6).tokens
+    assert published(prefill) == [8] * ranks[0]
+    assert decode.count("tokens_loaded") == 8 * BLOCK
+    assert_clean(prefill, decode)
+
+
 def test_a_version_that_knows_no_stripes_is_refused_by_name(engine, log):
     prefill, decode = engine("kv_producer", ranks=2, **LATENT), engine("kv_consumer", **LATENT)
     asked = prompt(4 * BLOCK + 1)
@@ -361,11 +373,3 @@ def test_a_version_that_knows_no_stripes_is_refused_by_name(engine, log):
     assert decode.generate(asked, 6, params=answer).tokens == expected
     assert decode.failures() == {"incompatible_peer": 1}
     assert "stripes of slots" in log[-1]
-
-
-def test_a_version_that_knows_no_stripes_reads_and_is_read_as_before(engine):
-    prefill, decode = engine("kv_producer", **LATENT), engine("kv_consumer", ranks=2, **LATENT)
-    inspection.learn(decode.half, stripes=UNSET)
-    asked = prompt(4 * BLOCK + 1)
-    assert hand_off(prefill, decode, asked) == engine(**LATENT).generate(asked, 6).tokens
-    assert decode.count("tokens_loaded") == 4 * BLOCK
