@@ -458,7 +458,7 @@ class SlotPool:
     ) -> None:
         """Copies of blocks begin, into unused slots; the arguments are as for `keep`."""
         self._renew(slots)
-        self._fill(group, keys, slots, prompts, tags)
+        self.fill(group, keys, slots, prompts, tags)
 
     def admits(self, group: int, keys: Sequence[SlotKey], prompts: Ints | None = None) -> Bools:
         """Which blocks of a group shall get a slot; see `EvictionOrder.admits`."""
@@ -590,22 +590,14 @@ class SlotPool:
         keys: Sequence[SlotKey | None],
         slot_ids: Ints,
         prompts: Ints | None = None,
+        tags: Tags | None = None,
     ) -> None:
         """Copies into these slots begin; `find` finds them by their keys from now on.
 
         Args:
             prompts: as for `EvictionOrder.fill`.
+            tags: of the blocks, if the caller has them, and each has a key.
         """
-        self._fill(group, keys, slot_ids, prompts, None)
-
-    def _fill(
-        self,
-        group: int,
-        keys: Sequence[SlotKey | None],
-        slot_ids: Ints,
-        prompts: Ints | None,
-        tags: Tags | None,
-    ) -> None:
         self._busy[slot_ids] = True
         self._index.name(group, keys, slot_ids)
         if self.listing is not None:

@@ -23,10 +23,7 @@ from omni_connector.copy.native import (
 )
 from omni_connector.kv.canonical import CanonicalKVCaches, SlotLayout
 from omni_connector.kv.convert import PageRun
-from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of, split
-
-_HASHED_BYTES = 512 * 1024
-"""Bytes copied before they are hashed: few enough to be still in the core's own cache."""
+from omni_connector.kv.segments import Segment, content_of, padding_of, reserved_of
 
 _COPIED_BYTES = 4 * 1024 * 1024
 """Bytes copied between two looks at whether the copy is still wanted."""
@@ -51,15 +48,14 @@ class _Part:
     def beside(self, slots: NDArray[np.uint8]) -> "_Pair":
         flat = slots[:, self.first : self.end]
         # Splitting an axis never copies.
-        return _Pair(self.blocks, flat.reshape(len(slots), *self.blocks.shape[1:]), flat)
+        return _Pair(self.blocks, flat.reshape(len(slots), *self.blocks.shape[1:]))
 
 
 class _Pair(NamedTuple):
-    """The bytes of a part in all blocks, in all slots in the same shape, and in slots flat."""
+    """The bytes of a part in all blocks, and in all slots in the same shape."""
 
     blocks: NDArray[np.uint8]
     slots: NDArray[np.uint8]
-    flat: NDArray[np.uint8]
 
     def copy(self, block: int, slot: int, count: int, saving: bool) -> None:
         """Copy this part of `count` consecutive blocks."""
@@ -77,7 +73,6 @@ class _GroupParts:
         rows: its content, as machine code copies it.
         pages: its pages, in slot order.
         whole: its segments, in slot order.
-        hashed: the same cut so small that they are hashed while they are still in the cache.
         padding: what the group reserves beside its content, `(num_blocks, ...)` each.
         reserved: content and padding, `(num_blocks, ...)` each.
     """
@@ -85,7 +80,6 @@ class _GroupParts:
     rows: Rows
     pages: list[_Part]
     whole: list[_Part]
-    hashed: list[_Part]
     padding: list[NDArray[np.uint8]]
     reserved: list[NDArray[np.uint8]]
 
@@ -93,7 +87,6 @@ class _GroupParts:
     def of(cls, canonical: CanonicalKVCaches, group: int) -> "_GroupParts":
         pages = canonical.pages[group]
         content = content_of(pages)
-        cut = [part for segment in content for part in split(segment, _HASHED_BYTES)]
         rows = [
             (segment.storage + start, segment.block_stride, segment.row_bytes)
             for segment in content
@@ -103,7 +96,6 @@ class _GroupParts:
             Rows.of(rows, canonical.num_blocks),
             [_Part.of(canonical, page) for page in pages],
             [_Part.of(canonical, segment) for segment in content],
-            [_Part.of(canonical, segment) for segment in cut],
             [_Part.of(canonical, segment).blocks for segment in padding_of(pages)],
             [_Part.of(canonical, segment).blocks for segment in reserved_of(pages)],
         )
@@ -306,7 +298,7 @@ class CpuCopier(BlockCopier):
                         at = run.at + page.first - run.first
                         content = copy.slots[slot, at : at + page.end - page.first]
                         page.blocks[block] = content.reshape(page.blocks.shape[1:])
-            if copy.checksum:  # after the copy; see `_copy_hashed`
+            if copy.checksum:  # after the copy; see `_copy_by_numpy`
                 sums[i] = xxhash.xxh3_64_intdigest(copy.slots[slot, :length].data)
         return sums
 
@@ -314,48 +306,25 @@ class CpuCopier(BlockCopier):
         self, copy: BlockCopy, saving: bool, cancelled: Callable[[], bool] | None
     ) -> NDArray[np.uint64] | None:
         group = self._groups[copy.group]
-        parts = [
-            part.beside(copy.slots) for part in (group.hashed if copy.checksum else group.whole)
-        ]
+        parts = [part.beside(copy.slots) for part in group.whole]
         size = self._layout.group_bytes[copy.group]
         stored = copy.slots[:, :size]
-        bound = _HASHED_BYTES if copy.checksum else _COPIED_BYTES
         sums: list[int] = []
-        for block, slot, count in consecutive(
-            copy.block_ids, copy.slot_ids, max(1, bound // max(1, size))
-        ):
+        most = max(1, _COPIED_BYTES // max(1, size))
+        for block, slot, count in consecutive(copy.block_ids, copy.slot_ids, most):
             if cancelled is not None and cancelled():
                 return None
+            for part in parts:
+                part.copy(block, slot, count, saving)
+            # A slot is hashed after it was copied, never before: a slot that is rewritten during a
+            # load then fails its checksum instead of passing with other bytes.
             if copy.checksum:
-                sums += _copy_hashed(parts, stored, block, slot, count, saving)
-            else:
-                for part in parts:
-                    part.copy(block, slot, count, saving)
+                sums += [
+                    xxhash.xxh3_64_intdigest(stored[i].data) for i in range(slot, slot + count)
+                ]
             if not saving:
                 _zero(group.padding, block, count)
         return np.array(sums, np.uint64) if sums else np.zeros(len(copy.block_ids), np.uint64)
-
-
-def _copy_hashed(
-    parts: Sequence[_Pair],
-    stored: NDArray[np.uint8],
-    block: int,
-    slot: int,
-    count: int,
-    saving: bool,
-) -> list[int]:
-    """Copy all parts of `count` consecutive blocks; the checksums of their slots."""
-    # A slot is hashed after it was copied, never before: a slot that is rewritten
-    # during a load then fails its checksum instead of passing with other bytes.
-    if len(parts) <= 1 or count > 1:
-        for part in parts:
-            part.copy(block, slot, count, saving)
-        return [xxhash.xxh3_64_intdigest(stored[i].data) for i in range(slot, slot + count)]
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        part.copy(block, slot, 1, saving)
-        digest.update(part.flat[slot].data)
-    return [digest.intdigest()]
 
 
 def _zero(parts: Sequence[NDArray[np.uint8]], block: int, count: int) -> None:

@@ -91,29 +91,6 @@ def _bytes_of(page: Segment, first: int, end: int) -> Segment:
     return replace(page, start=page.start + first, row_bytes=size, padded_bytes=size, slot_offset=0)
 
 
-def split(segment: Segment, limit: int) -> Iterator[Segment]:
-    """Cut a segment into segments of at most `limit` bytes a block, in slot order."""
-    if segment.nbytes <= limit:
-        yield segment
-        return
-    count, distance = segment.dims[0] if segment.dims else (segment.row_bytes, 1)
-    inner = segment.nbytes // count
-    step = max(1, limit // inner)
-    for first in range(0, count, step):
-        taken = min(step, count - first)
-        part = replace(
-            segment,
-            start=segment.start + first * distance,
-            slot_offset=segment.slot_offset + first * inner,
-        )
-        if not segment.dims:
-            yield replace(part, row_bytes=taken, padded_bytes=taken)
-        elif taken > 1:
-            yield replace(part, dims=((taken, distance), *segment.dims[1:]))
-        else:
-            yield from split(replace(part, dims=segment.dims[1:]), limit)
-
-
 def _joined(parts: Iterable[Segment]) -> list[Segment]:
     """Join the segments of pages that follow one another in slots."""
     segments = list(parts)

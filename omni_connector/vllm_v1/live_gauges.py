@@ -13,23 +13,19 @@ An engine core on another host has no file here. Its gauges are those of its las
 import logging
 import threading
 import weakref
-from collections.abc import Collection, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from omni_connector.errors import OmniError
 from omni_connector.net.runtime import namespace_dir
-from omni_connector.net.status import SIGN_OF_LIFE_S, EngineStatus, read_each, read_file
+from omni_connector.net.status import SIGN_OF_LIFE_S, read
 
 logger = logging.getLogger("vllm.omni_connector.status")
 
-POLL_S: Final = 0.3
+POLL_S: Final = 0.5
 """Seconds between two looks. With the engine's own delay the gauges are at most a second old."""
-
-_SLOW_POLL_S: Final = 5.0
-"""Seconds between two looks while no engine of this server has a file: it starts, or is remote."""
 
 
 class SettableGauge(Protocol):
@@ -51,12 +47,7 @@ class LiveGauges:
     def __init__(self, namespace: str, gauges: Mapping[str, Mapping[str, SettableGauge]]) -> None:
         self._namespace = namespace
         self._gauges = gauges
-        self._shown: dict[str, dict[str, int]] = {}
         self._stepped: dict[str, float] = {}
-        self._just_stepped: set[str] = set()
-        # By engine, its file, and the inode and time of what was last read of it.
-        self._files: dict[str, Path] = {}
-        self._read: dict[str, tuple[int, int]] = {}
 
     def start(self) -> threading.Thread:
         """Refresh them from now on, until this object is collected or the process ends."""
@@ -68,63 +59,20 @@ class LiveGauges:
         thread.start()
         return thread
 
-    def look(self) -> bool:
-        """As `refresh`, but for engines that have made a step since the last look, whose gauges are
-        right."""
-        stepped, self._just_stepped = self._just_stepped, set()
-        return self.refresh(stepped)
-
-    def refresh(self, but: Collection[str] = ()) -> bool:
-        """Set the gauges of each engine whose usage has changed; whether any engine has a file.
-
-        Args:
-            but: engines that are left out.
-        """
-        if self._gauges.keys() - self._files.keys():
-            self._search()
-        for engine_id, path in list(self._files.items()):
-            if engine_id not in but and (engine := self._news(engine_id, path)) is not None:
-                self._show(engine)
-        return bool(self._files)
-
-    def _search(self) -> None:
-        """Find the files of the engines. An engine keeps its file until it ends."""
+    def refresh(self) -> None:
+        """Set the gauges of each engine whose file is newer than its last step."""
         try:
-            found, _ = read_each(namespace_dir(self._namespace))
+            found, _ = read(namespace_dir(self._namespace))
         except (OmniError, OSError):  # no engine has made the folder yet
             return
-        for path, engine in found.items():
-            if engine.engine_id in self._gauges:
-                self._files[engine.engine_id] = path
-
-    def _news(self, engine_id: str, path: Path) -> EngineStatus | None:
-        """What an engine's file says, if it was written since the last call."""
-        try:
-            there = path.stat()
-            version = there.st_ino, there.st_mtime_ns
-            if self._read.get(engine_id) == version:
-                return None
-            # Before the file is read: a step may come meanwhile, after which it counts anew.
-            self._read[engine_id] = version
-            engine = read_file(path)
-        except (OSError, ValueError):
-            engine = None
-        if engine is None or engine.engine_id != engine_id:
-            del self._files[engine_id]
-            self._read.pop(engine_id, None)
-            return None
-        return engine
-
-    def _show(self, engine: EngineStatus) -> None:
-        older = self._stepped.get(engine.engine_id, 0.0) - engine.written
-        # A file that is older by more than an engine's silence shows a clock that was set back.
-        if 0 < older < SIGN_OF_LIFE_S:
-            return
-        values = msgspec.structs.asdict(engine.usage) | engine.service.gauges
-        values |= {"pinned_bytes": engine.pinned_bytes, "unpinned_bytes": engine.unpinned_bytes}
-        if self._shown.get(engine.engine_id) != values:
-            self._shown[engine.engine_id] = values
-            for name, gauge in self._gauges[engine.engine_id].items():
+        for engine in found:
+            older = self._stepped.get(engine.engine_id, 0.0) - engine.written
+            # A file that is older by more than an engine's silence shows a clock that was set back.
+            if 0 < older < SIGN_OF_LIFE_S:
+                continue
+            values = msgspec.structs.asdict(engine.usage) | engine.service.gauges
+            values |= {"pinned_bytes": engine.pinned_bytes, "unpinned_bytes": engine.unpinned_bytes}
+            for name, gauge in self._gauges.get(engine.engine_id, {}).items():
                 gauge.set(values[name])
 
     def step(self, engine_id: str, taken: float) -> None:
@@ -135,9 +83,6 @@ class LiveGauges:
             taken: when the values were taken, in seconds of Unix time, by the engine's clock.
         """
         self._stepped[engine_id] = taken
-        self._just_stepped.add(engine_id)
-        self._shown.pop(engine_id, None)
-        self._read.pop(engine_id, None)
 
 
 def _keep(reference: "weakref.ref[LiveGauges]", collected: threading.Event) -> None:
@@ -145,10 +90,9 @@ def _keep(reference: "weakref.ref[LiveGauges]", collected: threading.Event) -> N
         gauges: Any = reference()
         if gauges is None:
             return
-        found = False
         try:
-            found = gauges.look()
+            gauges.refresh()
         except Exception:
             logger.exception("The gauges of idle engines could not be set; it is tried again")
         del gauges  # or nobody could collect it
-        collected.wait(POLL_S if found else _SLOW_POLL_S)
+        collected.wait(POLL_S)

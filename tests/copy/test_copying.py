@@ -12,7 +12,6 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from omni_connector.copy import host
 from omni_connector.copy.choice import make_copier as choose_copier
 from omni_connector.copy.copier import BlockCopy
 from omni_connector.copy.host import CpuCopier
@@ -252,26 +251,6 @@ def test_layouts_of_one_byte_order_read_each_others_slots(kv, make_copier, layou
     source = kv.build(layout, 6, shapes, seed=1)
     target = kv.build(other, 8, shapes, seed=2)
     check_transfer(make_copier, source, target, 0, [(5, 0), (1, 7), (2, 3)], [4, 0, 1], checksum, 3)
-
-
-@pytest.mark.parametrize("checksum", [False, True])
-@pytest.mark.parametrize(
-    ("layout", "hashed", "tokens"),
-    [
-        ("LBHNC", host._HASHED_BYTES, 700),
-        *((layout, 8192, 11) for layout in ("LBHNC", "BLNHC", "BHLNC")),
-    ],
-)
-@pytest.mark.values
-def test_slots_larger_than_what_is_hashed_at_once_are_copied_whole(
-    kv, make_copier, monkeypatch, layout, hashed, tokens, checksum
-):
-    monkeypatch.setattr(host, "_HASHED_BYTES", hashed)
-    shapes = [[kv.Shape(layers=3, heads=2, tokens=tokens, content=512)]]
-    assert 3 * 2 * tokens * 512 > 4 * hashed
-    source = kv.build(layout, 4, shapes, seed=1)
-    target = kv.build(layout, 5, shapes, seed=2)
-    check_transfer(make_copier, source, target, 0, [(0, 2), (1, 3), (3, 0)], [2, 3, 0], checksum, 4)
 
 
 @pytest.mark.parametrize("checksum", [False, True])

@@ -16,7 +16,7 @@ from omni_connector.kv.canonical import (
     canonicalize,
     canonicalize_cross_layers,
 )
-from omni_connector.kv.segments import content_of, split
+from omni_connector.kv.segments import content_of
 
 
 def canonical_of(cache):
@@ -45,37 +45,23 @@ def test_a_groups_pages_name_exactly_its_layers_bytes(kv, data):
 
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
-def test_segments_name_the_same_bytes_as_pages_however_they_are_split(kv, data):
+def test_segments_name_the_same_bytes_as_pages(kv, data):
     cache, _ = data.draw(kv.caches())
     canonical = canonical_of(cache)
-    limit = data.draw(st.integers(1, 200))
     flat = cache.buffer.view(torch.uint8)
     for group in range(len(cache.groups)):
         block = data.draw(st.integers(0, cache.num_blocks - 1))
-        for segments in (
-            content_of(canonical.pages[group]),
-            [
-                part
-                for segment in content_of(canonical.pages[group])
-                for part in split(segment, limit)
-            ],
-        ):
-            found = []
-            for segment in segments:
-                assert segment.slot_offset == len(found)
-                steps = [step for _, step in segment.dims]
-                rows = flat.as_strided(
-                    (*segment.counts, segment.row_bytes),
-                    (*steps, 1),
-                    segment.start + block * segment.block_stride,
-                )
-                found += rows.flatten().tolist()
-            assert found == cache.slot(group, block).tolist()
-        assert all(
-            part.nbytes <= limit
-            for segment in content_of(canonical.pages[group])
-            for part in split(segment, limit)
-        )
+        found = []
+        for segment in content_of(canonical.pages[group]):
+            assert segment.slot_offset == len(found)
+            steps = [step for _, step in segment.dims]
+            rows = flat.as_strided(
+                (*segment.counts, segment.row_bytes),
+                (*steps, 1),
+                segment.start + block * segment.block_stride,
+            )
+            found += rows.flatten().tolist()
+        assert found == cache.slot(group, block).tolist()
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
