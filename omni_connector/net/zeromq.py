@@ -101,6 +101,11 @@ class Link:
         target: path of a Unix socket, or an IP address and port.
         key: the key that both sides must hold; not used for Unix sockets.
 
+    Attributes:
+        refused: whether the peer ended the connection, as `why_lost` has said, before both had
+            shown that they have the key. That is how a peer with another key answers, as one does
+            that ends just then.
+
     Raises:
         ValueError: there is no key for TCP.
         zmq.ZMQError: the target is no address, or there are no more sockets.
@@ -108,6 +113,7 @@ class Link:
 
     def __init__(self, context: Context, target: str | HostPort, key: ClusterKey | None) -> None:
         self._process = os.getpid()
+        self.refused = False
         with ExitStack() as undo:
             self.socket = context.socket(zmq.DEALER)
             undo.callback(self.socket.close, 0)
@@ -135,6 +141,7 @@ class Link:
             return None
         if not event & _REFUSED:
             return "is gone"
+        self.refused = True
         return "does not show that it has our key (of key_file, else of the runtime folder)"
 
     def close(self) -> None:

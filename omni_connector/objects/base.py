@@ -25,6 +25,7 @@ from omni_connector.errors import (
     MissingDependencyError,
     OmniError,
     PeerRefusedError,
+    TransportError,
 )
 from omni_connector.objects import codec
 from omni_connector.objects.waits import FIRST_PAUSE_S, LAST_PAUSE_S, Waits, on_a_thread
@@ -33,8 +34,14 @@ from omni_connector.transports.base import Service
 
 logger = logging.getLogger(__name__)
 
+
+class ConnectorClosedError(TransportError):
+    """The connector is closed, or is that of the parent of this forked process."""
+
+
 LASTING_ERRORS: Final = (
     ConfigError,
+    ConnectorClosedError,
     IncompatiblePeerError,
     MissingDependencyError,
     PeerRefusedError,
@@ -244,8 +251,8 @@ class OmniConnector(Service):
         """As `get`, for callers that try again: None is returned where that may help.
 
         Raises:
-            ConfigError, IncompatiblePeerError, MissingDependencyError, PeerRefusedError: each
-                further try would fail, too.
+            ConfigError, IncompatiblePeerError, MissingDependencyError, PeerRefusedError,
+            TransportError (the connector is closed): each further try would fail, too.
             ValueError: `timeout` is nan.
         """
         if math.isnan(timeout):

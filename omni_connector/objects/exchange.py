@@ -20,10 +20,10 @@ import msgspec
 
 from omni_connector.arena.arena import Arena
 from omni_connector.arena.buffers import Buffers
-from omni_connector.errors import StaleSlotError, TransportError
+from omni_connector.errors import StaleSlotError
 from omni_connector.net.forks import forget_in_child
 from omni_connector.net.packets import require_protocol
-from omni_connector.objects.base import ObjectKey, OmniConnector, check_times
+from omni_connector.objects.base import ConnectorClosedError, ObjectKey, OmniConnector, check_times
 from omni_connector.objects.object_store import ObjectStore, StoredObject, fitting, read_object
 from omni_connector.runtime.turns import Watch
 from omni_connector.transports.base import ArenaTransport, Endpoint
@@ -276,4 +276,4 @@ class Exchange(OmniConnector, Generic[Address]):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TransportError("the connector is closed")
+            raise ConnectorClosedError("the connector is closed")

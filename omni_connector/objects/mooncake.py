@@ -40,6 +40,7 @@ from omni_connector.objects.peer import (
     ENCODER,
     QUESTIONS,
     Answer,
+    BrokenOffError,
     Find,
     Found,
     Missing,
@@ -312,8 +313,8 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
                 return
             self._warned[address] = None
         logger.warning(
-            "No object is found at %s: %s. Senders and receivers must run the same minor version "
-            "of omni-connector (protocol %d of objects here)",
+            "No object is found at %s: %s. Senders and receivers must have the same key, and run "
+            "the same minor version of omni-connector (protocol %d of objects here)",
             *(address, error, PROTOCOL),
         )
 
@@ -395,6 +396,8 @@ class _TcpLine:
                 if isinstance(answer, Refusal) or answer.digest == question.digest:
                     return answer
             elif link.monitor in ready and (why := link.why_lost()) is not None:
+                if link.refused:
+                    raise BrokenOffError(why)
                 raise PeerUnreachableError(f"{self._address} {why}")
         raise PeerUnreachableError(f"no answer from {self._address} before the deadline")
 

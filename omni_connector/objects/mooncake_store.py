@@ -33,7 +33,12 @@ from omni_connector.errors import (
 )
 from omni_connector.net.forks import forget_in_child
 from omni_connector.objects import codec
-from omni_connector.objects.base import ObjectKey, OmniConnector, objects_of
+from omni_connector.objects.base import (
+    ConnectorClosedError,
+    ObjectKey,
+    OmniConnector,
+    objects_of,
+)
 from omni_connector.objects.manifest import (
     CONTENT_AT,
     FRAGMENT_BYTES,
@@ -424,7 +429,7 @@ class MooncakeStoreConnector(OmniConnector):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TransportError(self._why_closed)
+            raise ConnectorClosedError(self._why_closed)
 
 
 def _until(deadline: float, call: Callable[[], list[int]]) -> list[int]:

@@ -19,10 +19,10 @@ from omni_connector.errors import (
     PeerRefusedError,
     PeerUnreachableError,
     ProtocolError,
-    TransportError,
 )
 from omni_connector.net.packets import Refusal, require_protocol
 from omni_connector.net.status import plain
+from omni_connector.objects.base import ConnectorClosedError
 from omni_connector.objects.exchange import PROTOCOL, Held, Read
 from omni_connector.objects.object_store import StoredObject, read_object
 from omni_connector.transports.base import ArenaTransport, Endpoint, RemoteArena
@@ -37,6 +37,15 @@ _READ_BYTES_PER_S: Final = 20e6
 
 # Most notes that are kept for a peer that takes none at the moment. Of more, the oldest are lost.
 _MAX_UNSENT: Final = 1024
+
+
+# Handshakes that a peer breaks off one after the other until it counts as one with another key. One
+# that just ends breaks off no second one: nobody listens there any more.
+_BROKEN_OFF: Final = 3
+
+
+class BrokenOffError(PeerUnreachableError):
+    """The peer ended the connection before both sides had shown their key."""
 
 
 class Find(msgspec.Struct, frozen=True, tag="find"):
@@ -116,6 +125,7 @@ class Peer:
         self._turn = threading.Lock()
         self._closed = False
         self._line: Line | None = None
+        self._broken_off = 0
         self._unsent: deque[Read] = deque(maxlen=_MAX_UNSENT)
         self._attaching = threading.Lock()
         self._arena: RemoteArena | None = None
@@ -125,7 +135,7 @@ class Peer:
 
         Raises:
             PeerUnreachableError: it gives no answer.
-            PeerRefusedError: it refuses to answer.
+            PeerRefusedError: it refuses to answer, or has another key.
             IncompatiblePeerError: it has another version of the protocol.
             OmniError: as `Line.ask`.
         """
@@ -133,7 +143,7 @@ class Peer:
             raise PeerUnreachableError(f"{self.address} is being asked by another thread")
         try:
             if self._closed:
-                raise TransportError("the connector is closed")
+                raise ConnectorClosedError("the connector is closed")
             if self._line is None:
                 self._line = self._connect(deadline)
             # What was read comes first, so that no object is found that is gone.
@@ -144,6 +154,13 @@ class Peer:
                 raise PeerRefusedError(f"the peer refuses: {plain(answer.reason[:200])}")
             if answer.digest != digest:
                 raise ProtocolError(f"{self.address} answers another question")
+            self._broken_off = 0
+        except BrokenOffError as error:
+            self._hang_up()
+            self._broken_off += 1
+            if self._broken_off < _BROKEN_OFF:
+                raise
+            raise PeerRefusedError(f"it {error}, each time") from error
         except BaseException:
             self._hang_up()
             raise

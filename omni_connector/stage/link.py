@@ -138,7 +138,7 @@ class ConnectorLink:
         config: the manager's configuration.
         topology: tells this rank's place; called when it is needed.
         clock: monotonic seconds.
-        sleep: waits for seconds.
+        sleep: waits for seconds; by default until `close`, if that comes first.
 
     Attributes:
         stats: the manager's counters.
@@ -149,17 +149,17 @@ class ConnectorLink:
         config: OmniKVCacheConfig,
         topology: Callable[[], Topology],
         clock: Callable[[], float],
-        sleep: Callable[[float], None],
+        sleep: Callable[[float], object] | None,
     ) -> None:
         self.stats: Final = TransferStats()
         self._config = config
         self._topology = topology
         self._clock = clock
-        self._sleep = sleep
+        self._closed = threading.Event()
+        self._sleep = self._closed.wait if sleep is None else sleep
         self._lock = threading.Lock()
         self._counting = threading.Lock()
         self._connector: Any = None
-        self._closed = False
         # The sender of requests that name none.
         self._sender: Sender | None = None
         # The address that the settings had before `update_sender`; None before that.
@@ -173,7 +173,7 @@ class ConnectorLink:
     @property
     def connector(self) -> Any:
         """The connector; None if none is configured, it did not start, or this is closed."""
-        with suppress(*LASTING_ERRORS):  # `_create` has logged it
+        with suppress(TransportError, *LASTING_ERRORS):  # `_create` has logged it
             return self._connector_or_raise()
         return None
 
@@ -194,7 +194,7 @@ class ConnectorLink:
         """Put a payload of a request under a key; return its bytes.
 
         Raises:
-            TransportError: three tries failed, 0.1 s and 0.2 s apart.
+            TransportError: three tries failed, 0.1 s and 0.2 s apart, or this is closed.
             ConfigError, MissingDependencyError: each try would fail.
             ValueError, TypeError: as `KVCacheTransferData.to_bytes`.
         """
@@ -246,6 +246,7 @@ class ConnectorLink:
 
         Raises:
             ValueError: what came is no whole payload.
+            TransportError: this is closed.
             ConfigError, IncompatiblePeerError, MissingDependencyError, PeerRefusedError: each
                 further try would fail.
         """
@@ -347,7 +348,7 @@ class ConnectorLink:
     def close(self) -> None:
         """Close the connector, for good. Idempotent."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             connector, self._connector = self._connector, None
         if connector is not None:
             connector.close()
@@ -413,7 +414,9 @@ class ConnectorLink:
 
     def _connector_or_raise(self) -> Any:
         with self._lock:
-            if self._connector is None and not self._closed:
+            if self._closed.is_set():
+                raise TransportError("the transfer manager is closed")
+            if self._connector is None:
                 self._connector = self._create()
             return self._connector
 

@@ -67,7 +67,7 @@ class OmniKVTransferManager:
     Args:
         config: what to transfer, and how.
         clock: monotonic seconds.
-        sleep: waits for seconds.
+        sleep: waits for seconds; by default until `close`, if that comes first.
 
     Attributes:
         config: as given.
@@ -92,7 +92,7 @@ class OmniKVTransferManager:
         config: OmniKVCacheConfig,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], object] | None = None,
     ) -> None:
         Topology(config.from_tp, config.to_tp)
         if not 0 <= config.recv_timeout < math.inf:  # else a receiver would wait for ever
@@ -101,8 +101,6 @@ class OmniKVTransferManager:
         self.send_stages = config.send_stages()
         self.recv_stages = config.recv_stages()
         self._link = ConnectorLink(config, lambda: self._topology, clock, sleep)
-        self._clock = clock
-        self._sleep = sleep
         self.stats = self._link.stats
         self.last_failures: dict[str, str] = {}
         self.kv_send_key_builder: SendKeyBuilder | None = None
@@ -257,7 +255,7 @@ class OmniKVTransferManager:
             request_id, layer_blocks, block_ids and metadata in a dict, and the bytes received;
             (None, 0) if it did not come in time, came damaged, this stage does not receive, or the
             request is one of a warm-up run; at once where waiting would not help, because the
-            settings are wrong or the sender refuses.
+            settings are wrong, the sender refuses, or this manager is closed.
         """
         if not self.config.need_recv_cache or _is_dummy(request_id):
             logger.debug("request %s: no KV cache is to be received", request_id)
@@ -436,7 +434,7 @@ class OmniKVTransferManager:
         self._link.cleanup(request_id)
 
     def close(self) -> None:
-        """Close the connector, for good. Idempotent."""
+        """Close the connector, for good; what waits for KV gets none. Idempotent."""
         self._link.close()
 
     def __enter__(self) -> Self:

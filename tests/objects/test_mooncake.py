@@ -20,7 +20,12 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_connector.errors import ConfigError, ProtocolError, TransportError
+from omni_connector.errors import (
+    ConfigError,
+    PeerRefusedError,
+    ProtocolError,
+    TransportError,
+)
 from omni_connector.net import resolver as resolver_module
 from omni_connector.net.keys import write_new_key
 from omni_connector.net.packets import require_protocol
@@ -267,6 +272,30 @@ def test_only_who_has_the_key_is_answered(make: Make, tmp_path: Path) -> None:
     _, _, open_metadata = make().put(*EDGE, "key", b"object")
     receiver = make(role="receiver", key_file=ours)
     assert receiver.get(*EDGE, "key", open_metadata, timeout=2.0) is None
+
+
+def test_who_has_another_key_does_not_wait_for_an_answer(make: Make, tmp_path: Path) -> None:
+    other = str(tmp_path / "other")
+    write_new_key(other)
+    _, _, hint = make().put(*EDGE, "key", b"object")
+    receiver = make(role="receiver", key_file=other)
+    hour = time.monotonic() + HOUR_S  # who goes on asking hangs
+    assert receiver.get_with_deadline(*EDGE, "key", hint, deadline=hour) is None
+    with pytest.raises(PeerRefusedError, match="key_file"):
+        receiver.get_or_raise(*EDGE, "key", hint)
+
+
+def test_a_sender_that_ends_has_no_other_key(make: Make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as ending:
+        hint = {"source_host": "127.0.0.1", "source_port": ending.getsockname()[1]}
+        receiver = make(role="receiver")
+        for _ in range(2):
+            threading.Thread(target=lambda: ending.accept()[0].close()).start()
+            assert receiver.get_or_raise(*EDGE, "key", hint) is None
+    for _ in range(2):
+        assert receiver.get_or_raise(*EDGE, "key", hint) is None
+    make(zmq_port=hint["source_port"]).put(*EDGE, "key", b"object")
+    assert receiver.get_or_raise(*EDGE, "key", hint) == (b"object", 6)
 
 
 @pytest.mark.parametrize(

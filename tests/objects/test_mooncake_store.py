@@ -309,6 +309,8 @@ def test_closed_connector_takes_and_gives_nothing(
     connector.close()
     assert connector.put(*EDGE, "key", b"object") == (False, 0, None)
     assert connector.get(*EDGE, "key") is None
+    hour = time.monotonic() + 3600.0  # who goes on asking hangs
+    assert connector.get_with_deadline(*EDGE, "key", deadline=hour) is None
     assert connector.health()["status"] == "closed"
 
 

@@ -4,6 +4,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from omni_connector.objects.shm import SharedMemoryConnector
 from omni_connector.testing import FakeClock
 from omni_connector.testing.conformance import ObjectConformance
 from tests import inspection
-from tests.patience import wait_until
+from tests.patience import PATIENCE_S, wait_until
 
 from ..peer_processes import EXPORT, Peer
 from ..stopping import stop
@@ -259,6 +260,23 @@ def test_object_larger_than_the_arena_is_refused_with_the_setting(
         assert sender.put("0", "1", "key", [np.zeros(3 << 20, np.uint8)])[0]
     assert "(4194" in caplog.text
     assert "raise object_gib" in caplog.text
+
+
+def test_closing_ends_the_waits_and_those_that_begin_later(place: Path) -> None:
+    receiver = SharedMemoryConnector(folder=place)
+    hour = time.monotonic() + 3600.0  # who goes on asking hangs
+    got: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: got.append(receiver.get_with_deadline("0", "1", "key", deadline=hour)),
+        daemon=True,
+    )
+    thread.start()
+    time.sleep(0.1)
+    assert thread.is_alive()
+    receiver.close()
+    thread.join(PATIENCE_S)
+    assert got == [None]
+    assert receiver.get_with_deadline("0", "1", "key", deadline=hour) is None
 
 
 def test_tensors_stay_when_the_connectors_are_closed(place: Path) -> None:

@@ -2,6 +2,7 @@
 """KV from stage to stage through Mooncake's Transfer Engine."""
 
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from omni_connector.net.keys import write_new_key
 from omni_connector.objects import mooncake as objects_mooncake
 from omni_connector.objects.exchange import Read
 from omni_connector.stage import link
@@ -99,6 +101,20 @@ def test_a_sender_that_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatc
         data, _ = receiver.receive_kv_cache_for_request("r")
         assert data is not None
         assert torch.equal(data["layer_blocks"]["key_cache"][0], seq.key)
+
+
+def test_a_receiver_with_another_key_does_not_wait(tmp_path: Path) -> None:
+    port = free_port() - KV_OFFSET
+    write_new_key(tmp_path / "key")
+    with ExitStack() as stack:
+        sender = stack.enter_context(manager(need_send_cache=True, settings={"zmq_port": port}))
+        assert sender.connector.health()["status"] == "healthy"
+        receiver = stack.enter_context(
+            manager(need_recv_cache=True, settings={"key_file": str(tmp_path / "key")})
+        )
+        receiver.config.recv_timeout = 3600.0  # who polls hangs
+        receiver.update_sender_info({"host": "127.0.0.1", "zmq_port": port + KV_OFFSET})
+        assert receiver.receive_kv_cache_for_request("r") == (None, 0)
 
 
 def test_an_edge_without_kv_opens_no_port() -> None:

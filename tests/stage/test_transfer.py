@@ -214,19 +214,22 @@ def test_a_full_arena_refuses_what_comes_and_drops_nothing(shared) -> None:
     assert _received(receiver, "next") == big.key.tolist()
 
 
-def test_closing_does_not_hang_on_a_thread_that_receives(shared) -> None:
-    clock = FakeClock()
-    receiver = shared(clock=clock)
+def test_closing_ends_what_waits_and_what_begins_later(shared) -> None:
+    receiver = shared(recv_timeout=3600.0)  # who polls hangs
     got = []
     thread = threading.Thread(
-        target=lambda: got.append(receiver.receive_kv_cache_for_request("never"))
+        target=lambda: got.append(receiver.receive_kv_cache_for_request("never")), daemon=True
     )
     thread.start()
     time.sleep(0.1)
+    assert thread.is_alive()
     receiver.close()
-    clock.advance(PATIENCE_S)
-    thread.join()
+    thread.join(PATIENCE_S)
     assert got == [(None, 0)]
+    assert receiver.receive_kv_cache_for_request("never") == (None, 0)
+    assert receiver.connector is None
+    assert not send(receiver, sequence(seed=1))
+    assert receiver.last_failures == {"r": "TransportError: the transfer manager is closed"}
 
 
 def test_what_is_received_is_the_receivers_own(shared) -> None:

@@ -214,6 +214,25 @@ def test_chunks_of_an_aborted_request_are_not_those_of_the_next_one_of_its_id(
     assert receiver.end() == (whole([7, 8, 9], SMALL), True, False)
 
 
+@pytest.mark.parametrize("ttl_s", [0.1, 300.0], ids=["short", "control"])
+def test_chunks_that_a_receiver_has_left_make_room_when_their_time_is_over(
+    stage: Fork, name: str, tmp_path: Path, ttl_s: float
+) -> None:
+    """vLLM-Omni frees the chunks of a request that its sender has ended only when they are got."""
+    extra = {"object_gib": 1 / 32, "buffer_ttl_seconds": ttl_s, "namespace": tmp_path.name}
+    connector = {"name": "OmniSharedMemoryConnector", "extra": extra}
+    sender, receiver = stage(0, connector), stage(1, connector)
+    failed = []
+    for number in range(8):  # 12 MiB each, of 32
+        sender("send", f"{name}-{number}", [1, 2, 3], LARGE)
+        failed.append(sender("sent", PATIENCE_S) != {})
+        if not failed[-1]:
+            found = receiver("receive", f"{name}-{number}", PATIENCE_S, most=1)
+            assert found == (whole([1], LARGE), False, False)
+        time.sleep(0.2)
+    assert any(failed) == (ttl_s == 300.0)
+
+
 def test_the_connectors_of_all_its_pipelines_are_read_as_it_reads_them(
     vllm_omni: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
