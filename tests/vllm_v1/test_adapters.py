@@ -15,7 +15,6 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 
 from omni_connector.identity import adapters
 from omni_connector.identity.adapters import AdapterContents, AdapterLoad, Replaced, version_of
-from omni_connector.prefix.saves import PrefixSaves
 from omni_connector.runtime.context import EngineContext
 from omni_connector.testing import FakeClock
 from omni_connector.vllm_v1 import adapter_loads
@@ -417,32 +416,3 @@ def test_in_an_arena_only_equal_contents_meet(engine, adapter, tokens):
     other = adapter(b"other weights under that name and path")
     assert third.generate(TEXT, 6, lora=other).tokens == tokens(TEXT, 6)
     assert third.count("tokens_from_host") == 0
-
-
-def test_blocks_that_wait_are_not_kept_once_their_adapter_was_replaced(
-    engine, adapter, tokens, monkeypatch
-):
-    """vLLM has a prompt of the former adapter computed again by the new one, in the same blocks and
-    under the same hashes, while the former blocks wait to be copied."""
-    shares = {"share": True}
-    first = engine("kv_both", extra=shares, usable_blocks=5)
-    second = engine("kv_both", extra=shares)
-    for each in (first, second):
-        inspection.neighbours(each.half).look()
-        wait(lambda each=each: len(inspection.neighbours(each.half).present()) == 1)
-    old = adapter(b"w" * 99)
-    with monkeypatch.context() as waiting:
-        waiting.setattr(PrefixSaves, "_room", lambda self, host: 0)
-        asked = first.submit(TEXT, lora=old)
-        first.run(lambda: first.done(asked))
-        new = adapter(b"v" * 98)
-        first.runner.weights = b"those of the new adapter"
-        first.load_adapter(new)
-        first.step()  # without tokens: its worker tells of the load
-        for _ in range(2):  # blocks are used again last first
-            asked = first.submit(TEXT, lora=new)
-            first.scheduler.requests[asked].skip_reading_prefix_cache = True
-            first.run(lambda asked=asked: first.done(asked))
-    first.settle()
-    adapter(b"w" * 99)
-    assert second.generate(TEXT, 6, lora=old).tokens == tokens(TEXT, 6)

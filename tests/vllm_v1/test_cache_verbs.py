@@ -8,7 +8,7 @@ import pytest
 from omni_connector.cli.main import main
 from tests.toy import BLOCK
 
-from .harness import HANDOFF, assert_clean, prompt, slots
+from .harness import assert_clean, prompt, slots
 from .stores import PREFIX, QUESTION
 from .test_host_prefix import (  # noqa: F401 - a fixture
     FAMILIES,
@@ -152,33 +152,6 @@ def test_all_is_dropped_pinned_or_not(sharer, cache, listed):  # noqa: F811
     assert (status, document["engines"][0]["blocks"]) == (0, 10)
     assert (kept(alone), pinned(alone), listed(alone)) == (0, 0, [])
     publish(alone)
-    assert kept(alone) == 6
-
-
-def test_what_is_leased_stays_and_is_handed_off(sharer, tokens, cache):  # noqa: F811
-    prefill, decode = sharer("kv_producer"), sharer("kv_consumer")
-    answer = prefill.generate(QUESTION, 1, params=HANDOFF)
-    _, document = cache("drop", "--all", "--engine", prefill.engine_id)
-    assert document["engines"][0]["blocks"] == 0
-    assert decode.generate(QUESTION, 6, params=answer.params).tokens == tokens(QUESTION, 6)
-    assert not decode.failures()
-    assert_clean(prefill, decode)
-    _, document = cache("drop", "--all", "--engine", prefill.engine_id)
-    assert document["engines"][0]["blocks"] > 0
-
-
-def test_what_is_being_copied_stays(sharer, cache):  # noqa: F811
-    alone = sharer()
-    held = alone.hold(saves=True)
-    request_id = alone.submit(PREFIX, max_tokens=1)
-    alone.run(lambda: alone.done(request_id))
-    assert cache("drop", "--all")[1]["engines"][0] == {
-        "engine_id": alone.engine_id,
-        "blocks": 0,
-        "others": 0,
-    }
-    held.open()
-    assert_clean(alone)
     assert kept(alone) == 6
 
 

@@ -14,7 +14,7 @@ from omni_connector.prefix.saves import PrefixSaves
 from tests import toy, toy_runner
 from tests.toy import BLOCK, GROUPS
 
-from .harness import HANDOFF, assert_clean, hand_off, lose_loads, prompt, run
+from .harness import assert_clean, hand_off, lose_loads, prompt, run
 from .stores import PREFIX, QUESTION, publish
 
 pytestmark = pytest.mark.vllm
@@ -101,38 +101,6 @@ def test_a_model_that_takes_the_state_of_a_wrong_draft_is_found_out(engine, fami
     plain = engine(family=target(family))
     asked = prompt(3 * BLOCK)
     assert alone.generate(asked, 40).tokens != plain.generate(asked, 40).tokens
-
-
-@of_all
-@overlapping
-@pytest.mark.values
-def test_many_at_once_where_blocks_are_scarce(engine, family, overlap):
-    options = options_of(
-        family,
-        3,
-        usable_blocks=60,
-        max_tokens_a_step=4 * BLOCK,
-        long_prefill=2 * BLOCK,
-        async_scheduling=overlap,
-    )
-    prefill = drafting(engine("kv_producer", **options), 3)
-    decode = drafting(engine("kv_consumer", **options), 3)
-    draw = random.Random(family)
-    asked = [prompt(draw.randrange(2, 120), seed=i) for i in range(10)]
-    sent = [prefill.submit(each, params=HANDOFF) for each in asked]
-    run([prefill], lambda: prefill.done(*sent))
-    bystanders = [decode.submit(prompt(60, seed=60 + i), max_tokens=150) for i in range(3)]
-    got = [
-        decode.submit(each, max_tokens=20, params=prefill.answers[one].params)
-        for each, one in zip(asked, sent, strict=True)
-    ]
-    run([prefill, decode], lambda: decode.done(*got, *bystanders))
-    plain = engine(family=target(family))
-    for each, one in zip(asked, got, strict=True):
-        assert decode.answers[one].tokens == plain.generate(each, 20).tokens
-    assert decode.count("handoffs_received") == len(asked)
-    assert decode.preempted
-    assert_clean(prefill, decode)
 
 
 # Shared prefixes
@@ -248,18 +216,6 @@ def wrong_after_many(first, second, plain):
         for end in range(-(-len(each) // BLOCK) * BLOCK, len(known) - 5, BLOCK):
             wrong += second.generate(known[: end + 2], 3).tokens != known[end + 2 : end + 5]
     return wrong
-
-
-@of_all
-@overlapping
-@pytest.mark.values
-def test_states_within_many_answers_where_blocks_are_scarce(sharer, engine, family, overlap):
-    options = options_of(family, 3, async_scheduling=overlap, instant_copies=True)
-    first, second = (drafting(sharer(**options, usable_blocks=n), 3) for n in (70, 200))
-    assert wrong_after_many(first, second, engine(family=target(family))) == 0
-    assert first.preempted
-    assert second.count("tokens_shared")
-    assert_clean(first, second)
 
 
 @pytest.mark.parametrize("family", FAMILIES[:2])

@@ -13,7 +13,7 @@ from omni_connector.net.status import EngineStatus
 from omni_connector.vllm_v1 import patches
 from tests.toy import BLOCK
 
-from .harness import HANDOFF, assert_clean, prompt, run, wait
+from .harness import HANDOFF, assert_clean, prompt, wait
 
 pytestmark = pytest.mark.vllm
 
@@ -83,22 +83,6 @@ def test_a_draining_engine_answers_what_it_holds_and_offers_nothing_new(
     assert_clean(prefill, decode)
 
 
-def test_a_prefill_that_runs_when_the_drain_begins_is_handed_off(engine, operator, tokens):
-    prefill = engine("kv_producer", engine_id="prefill", max_tokens_a_step=BLOCK)
-    decode = engine("kv_consumer")
-    running = prefill.submit(PROMPT, params=HANDOFF)
-    prefill.step()
-    operator.drain("prefill")
-    prefill.run(lambda: prefill.done(running))
-    prefill.settle()
-    assert operator.told("prefill").service.phase == "draining"
-    answer = prefill.answers[running].params
-    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
-    assert decode.count("handoffs_received") == 1
-    assert prefill.failures() == {}
-    wait(lambda: operator.told("prefill").service.phase == "drained")
-
-
 def test_a_prefill_that_is_refused_is_not_computed(engine, operator):
     prefill = engine("kv_producer", engine_id="prefill")
     operator.drain("prefill")
@@ -128,15 +112,6 @@ def test_beside_other_connectors_no_prompt_is_cut(engine, operator, tokens):
     answer = prefill.generate(PROMPT, params=HANDOFF)
     assert answer.tokens == tokens(PROMPT, 1)
     assert answer.params["omni_no_handoff"] == "draining"
-
-
-def test_a_draining_engine_fetches_what_was_prefilled_for_it(engine, operator, tokens):
-    prefill, decode = engine("kv_producer"), engine("kv_both", engine_id="decode")
-    operator.drain("decode")
-    answer = prefill.generate(PROMPT, params=HANDOFF).params
-    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
-    assert decode.count("handoffs_received") == 1
-    wait(lambda: operator.told("decode").service.phase == "drained")
 
 
 def test_a_drain_is_taken_back(engine, operator):
@@ -195,21 +170,6 @@ def test_the_decode_engines_log_says_why_it_computes_a_prompt(
     answer["do_remote_prefill"], answer["omni_no_handoff"] = False, "forged\nline"
     decode.generate(PROMPT, params=answer)
     assert len(said) == 3
-
-
-def test_a_role_switch_leaves_what_is_under_way_alone(engine, operator, tokens):
-    one, two = engine("kv_both", engine_id="one"), engine("kv_both", engine_id="two")
-    answer = two.generate(PROMPT, params=HANDOFF).params
-    held = one.hold(loads=True)
-    request_id = one.submit(PROMPT, max_tokens=6, params=answer)
-    run([one], lambda: one.loads_under_way)
-    operator.role("one", "prefill")
-    operator.role("two", "decode")
-    held.open()
-    one.run(lambda: one.done(request_id))
-    assert one.answers[request_id].tokens == tokens(PROMPT, 6)
-    assert one.count("handoffs_received") == 1
-    assert one.failures() == two.failures() == {}
 
 
 def test_an_order_that_cannot_be_obeyed_is_counted_and_named(engine, operator, log):

@@ -48,9 +48,6 @@ RESETS = {
     "of running requests": {"reset_running_requests": True},
 }
 
-# What a decode request meets that has a lease from before: where it took long, it asks anew.
-VOID = ({"stale_slot": 1}, {"unknown_token": 1}, {"weights_changed": 1})
-
 
 @pytest.mark.parametrize("reset", RESETS)
 def test_slots_that_were_cached_are_not_handed_off_again(engine, after, reset):
@@ -102,18 +99,6 @@ def test_after_two_resets_without_a_step_readers_are_told_of_both(engine):
     for slot, generation in read:
         with pytest.raises(StaleSlotError):
             prefill.arena().verify(slot, generation)
-
-
-def test_a_prefill_that_goes_on_upon_old_blocks_is_not_handed_off(engine):
-    """The reset fails, and is not minded."""
-    prefill = engine("kv_producer", max_tokens_a_step=BLOCK)
-    request_id = prefill.submit(PROMPT, params=HANDOFF)
-    prefill.step()
-    new_weights(prefill)
-    assert not prefill.scheduler.reset_prefix_cache(reset_connector=True)
-    prefill.run(lambda: prefill.done(request_id))
-    assert prefill.answers[request_id].params["omni_no_handoff"] == "weights_changed"
-    assert_clean(prefill)
 
 
 @pytest.mark.parametrize("one_process", [True, False])
@@ -303,48 +288,6 @@ def test_after_a_reset_that_changes_nothing_all_is_found_but_what_was_to_be_forg
     assert_clean(first, second)
 
 
-def test_engines_share_with_those_of_the_same_weights_and_find_the_former_ones_again(
-    engine, after, tokens
-):
-    engines = [engine("kv_both", extra=SHARES) for _ in range(4)]
-    met(*engines)
-    old, new = engines[:2], engines[2:]
-    engines[0].generate(PROMPT)
-    for each in new:
-        new_weights(each)
-        assert each.scheduler.reset_prefix_cache()
-    # Nobody finds KV of other weights, and everybody that of the same.
-    assert new[0].generate(PROMPT, 6).tokens == after(PROMPT, 6)
-    assert found(new[0]) == (0, 0)
-    assert new[1].generate(PROMPT, 6).tokens == after(PROMPT, 6)
-    assert found(new[1])[1] > 0
-    assert old[1].generate(PROMPT, 6).tokens == tokens(PROMPT, 6)
-    assert found(old[1])[1] > 0
-    text = prompt(6 * BLOCK, seed=4)
-    new[0].generate(text)
-    assert old[0].generate(text, 6).tokens == tokens(text, 6)
-    assert found(old[0]) == (0, 0)
-    for each in new:
-        each.runner.weights = b""
-        assert each.scheduler.reset_prefix_cache()
-    before = found(new[0])[1]
-    assert new[0].generate(PROMPT, 6).tokens == tokens(PROMPT, 6)
-    assert found(new[0])[1] > before
-    assert_clean(*engines)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_other_weights_of_any_rank_are_other_weights(engine, rank):
-    alone = engine("kv_both", extra=SHARES, ranks=2)
-    alone.generate(PROMPT)
-    half = inspection.halves_beside(alone.scheduler.connector, alone.workers)[1 + rank]
-    inspection.read_weights(half, lambda: inspection.hashed(lambda: b"new"))
-    assert alone.scheduler.reset_prefix_cache()
-    alone.generate(PROMPT)
-    assert found(alone) == (0, 0)
-    assert_clean(alone)
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_nothing_is_kept_of_what_is_computed_before_the_weights_are_known(
     engine, known, monkeypatch
@@ -364,17 +307,6 @@ def test_nothing_is_kept_of_what_is_computed_before_the_weights_are_known(
     assert (inspection.indexed(alone.half) > before) == known
 
 
-def test_weights_that_come_after_the_reset_are_noticed(engine, after):
-    """As with a pause: it resets the caches, then the weights come, then the engine goes on."""
-    alone = engine("kv_both", extra=SHARES)
-    alone.generate(PROMPT)
-    assert alone.scheduler.reset_prefix_cache()
-    new_weights(alone)
-    assert alone.generate(PROMPT, 6).tokens == after(PROMPT, 6)
-    assert found(alone) == (0, 0)
-    assert_clean(alone)
-
-
 def test_an_engine_shares_from_its_first_request_on(engine, tokens):
     engines = [engine("kv_both", extra=SHARES, fresh=True) for _ in range(2)]
     met(*engines)
@@ -382,25 +314,6 @@ def test_an_engine_shares_from_its_first_request_on(engine, tokens):
         assert each.generate(PROMPT, 6).tokens == tokens(PROMPT, 6)
     assert found(engines[1])[1] > 0
     assert_clean(*engines)
-
-
-def test_a_reset_that_fails_and_is_not_minded_lets_nobody_have_what_follows(engine, tokens):
-    first, second = (engine("kv_both", extra=SHARES) for _ in range(2))
-    met(first, second)
-    busy = first.submit(prompt(3 * BLOCK, seed=7), max_tokens=2 * BLOCK)
-    first.run(lambda: first.answers[busy].tokens)
-    new_weights(first)
-    assert not first.scheduler.reset_prefix_cache()
-    first.settle()
-    first.generate(PROMPT)
-    new_weights(second)
-    assert second.scheduler.reset_prefix_cache()
-    second.generate(PROMPT)
-    assert found(second) == (0, 0)
-    assert first.scheduler.reset_prefix_cache()
-    first.generate(PROMPT)
-    assert found(first)[1] > 0
-    assert_clean(first, second)
 
 
 def unread(each: InProcessEngine) -> None:
@@ -498,23 +411,6 @@ def called(*engines: InProcessEngine) -> None:
         each.weights_said.workers_called()
 
 
-def test_new_weights_that_come_by_a_call_without_a_reset_spoil_nothing_for_others(engine):
-    first, second = (engine("kv_both", extra=SHARES) for _ in range(2))
-    met(first, second)
-    first.generate(PROMPT)
-    new_weights(first)
-    called(first)
-    first.generate(prompt(4 * BLOCK, seed=8))  # its own cache has blocks of both weights now
-    new_weights(second)
-    assert second.scheduler.reset_prefix_cache()
-    second.generate(prompt(4 * BLOCK, seed=8))
-    assert found(second) == (0, 0)
-    assert first.scheduler.reset_prefix_cache()
-    first.generate(prompt(4 * BLOCK, seed=8))
-    assert found(first)[1] > 0
-    assert_clean(first, second)
-
-
 def test_a_call_that_changes_nothing_ends_nothing(engine, tokens):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     answer = prefill.generate(PROMPT, params=HANDOFF).params
@@ -546,30 +442,6 @@ def test_what_was_computed_before_the_first_digest_is_not_taken_for_what_it_name
     assert second.scheduler.reset_prefix_cache()
     second.generate([*text, *prompt(2 * BLOCK, seed=9)])
     assert found(second) == (0, 0)
-
-
-def test_engines_that_only_hand_off_compute_nothing_before_they_know_their_weights(engine, tokens):
-    """Not even what is not handed off, as workers may be called right after it."""
-    prefill, decode = engine("kv_producer", fresh=True), engine("kv_consumer")
-    goes_on = threading.Event()
-
-    def digest():
-        while not goes_on.is_set():
-            yield
-        return (yield from inspection.hashed(lambda: prefill.runner.weights))
-
-    inspection.read_weights(prefill.worker_half, digest)
-    request_id = prefill.submit(prompt(BLOCK - 3, seed=5), max_tokens=1)
-    for _ in range(20):
-        prefill.step()
-    assert not prefill.answers[request_id].tokens
-    goes_on.set()
-    prefill.run(lambda: prefill.done(request_id))
-    called(prefill)
-    answer = prefill.generate(PROMPT, params=HANDOFF).params
-    assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
-    assert decode.count("handoffs_received") == 1
-    assert_clean(prefill, decode)
 
 
 def test_weights_that_were_called_for_before_the_first_request_may_not_be_those_of_the_files(

@@ -2,7 +2,6 @@
 """Every kind of cache group and their mixtures, handed off under vLLM's own scheduler."""
 
 import dataclasses
-import random
 
 import pytest
 from vllm.v1.request import FinishReason
@@ -22,7 +21,7 @@ from tests.toy import (
     WINDOW,
 )
 
-from .harness import HANDOFF, Answer, assert_clean, hand_off, prompt, run
+from .harness import HANDOFF, Answer, assert_clean, hand_off, prompt
 
 pytestmark = pytest.mark.vllm
 
@@ -111,27 +110,6 @@ def test_only_what_the_next_token_reads_is_moved(engine, family):
     assert_clean(prefill, decode)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shared", [BLOCK, 6 * BLOCK, 8 * BLOCK + 5])
-@pytest.mark.values
-def test_a_prefix_that_is_here_is_not_loaded_again(engine, family, shared):
-    options = {"family": family}
-    prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
-    first = prompt(10 * BLOCK)
-    hand_off(prefill, decode, first)
-    loaded = decode.count("tokens_loaded")
-    second = first[:shared] + prompt(90, seed=5)
-    assert hand_off(prefill, decode, second) == engine(**options).generate(second, 6).tokens
-    again = decode.count("tokens_loaded") - loaded
-    assert again <= len(second) - 1
-    if family == "full":  # of windows and states only the last are here
-        assert again == len(second) - 1 - shared // BLOCK * BLOCK
-    # What was loaded may be shared in its turn.
-    third = [*second[:-1], 7, 8, 9]
-    assert decode.generate(third, 6).tokens == engine(**options).generate(third, 6).tokens
-    assert_clean(prefill, decode)
-
-
 def in_turns(families, others):
     """Each family with each of `others`, which are values by name; and with and without a prefix
     cache in turn."""
@@ -140,42 +118,6 @@ def in_turns(families, others):
         for number, family in enumerate(families)
         for place, (name, value) in enumerate(others.items())
     ]
-
-
-@pytest.mark.parametrize(
-    ("family", "overlap", "caching"), in_turns(ALL_TO_LOAD, {"sync": False, "async": True})
-)
-@pytest.mark.values
-def test_many_at_once_where_blocks_are_scarce(engine, family, overlap, caching):
-    """With and without a prefix cache in turn: each family meets both ways to schedule, and both
-    kinds of caching; and each way to schedule both kinds."""
-    options = {
-        "family": family,
-        "usable_blocks": 14 if family == "window" else 40 if len(FAMILIES[family]) > 1 else 22,
-        "max_tokens_a_step": 4 * BLOCK,
-        "long_prefill": 2 * BLOCK,
-        "prefix_caching": caching,
-        "async_scheduling": overlap,
-    }
-    prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
-    draw = random.Random(family)
-    asked = [prompt(draw.randrange(2, 150), seed=i) for i in range(12)]
-    # Except with windows alone, those beside them need more blocks than there are.
-    bystanders = [prefill.submit(prompt(60, seed=50 + i), max_tokens=150) for i in range(3)]
-    sent = [prefill.submit(each, params=HANDOFF) for each in asked]
-    run([prefill], lambda: prefill.done(*sent))
-    bystanders += [decode.submit(prompt(60, seed=60 + i), max_tokens=150) for i in range(3)]
-    got = [
-        decode.submit(each, max_tokens=20, params=prefill.answers[one].params)
-        for each, one in zip(asked, sent, strict=True)
-    ]
-    run([prefill, decode], lambda: decode.done(*got))
-    reference = engine(family=family, prefix_caching=caching)
-    for each, one in zip(asked, got, strict=True):
-        assert decode.answers[one].tokens == reference.generate(each, 20).tokens
-    assert decode.count("handoffs_received") == len(asked)
-    assert_clean(prefill, decode)
-    assert prefill.preempted or decode.preempted
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -394,30 +336,4 @@ def test_blocks_of_another_size(engine, family, sizes, caching):
     shared = [*asked[:100], *prompt(40, seed=3)]
     assert hand_off(prefill, decode, shared) == reference.generate(shared, 6).tokens
     assert not decode.failures()
-    assert_clean(prefill, decode)
-
-
-@pytest.mark.parametrize("family", ["state and full", "all three"])
-@pytest.mark.parametrize("caching", [(True, False), (False, True)], ids=str)
-def test_states_of_engines_that_cache_and_that_do_not(engine, family, caching):
-    prefill = engine("kv_producer", family=family, prefix_caching=caching[0])
-    decode = engine("kv_consumer", family=family, prefix_caching=caching[1])
-    reference = engine(family=family)
-    for length in LENGTHS:
-        asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
-    assert not decode.failures()
-    assert_clean(prefill, decode)
-
-
-def test_other_ranks_and_other_blocks_and_a_failure_at_once(engine):
-    prefill = engine("kv_producer", family="window and full", ranks=2, block_size=32)
-    decode = engine("kv_consumer", family="window and full")
-    asked = prompt(7 * BLOCK + 3)
-    answer = prefill.generate(asked, params=HANDOFF).params
-    handoff = prefill.handoffs[0]
-    prefill.arena(1).slots[handoff.slots[1][2]][3] ^= 1
-    expected = engine(family="window and full").generate(asked, 6).tokens
-    assert decode.generate(asked, 6, params=answer).tokens == expected
-    assert decode.failures() == {"checksum_mismatch": 1}
     assert_clean(prefill, decode)

@@ -2,14 +2,13 @@
 """A prompt prefilled on one engine is decoded on another as if it had been computed there."""
 
 import dataclasses
-import itertools
 
 import pytest
 
 from tests.toy import BLOCK, LAYERS, PAGE, kv_cache_config
 
 from . import harness
-from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, run, slots
+from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt
 
 pytestmark = pytest.mark.vllm
 
@@ -80,53 +79,11 @@ def test_requests_without_handoff_leave_the_arena_alone(engine, tokens):
     assert_clean(both)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-def test_several_at_once_in_chunks(engine, tokens, overlap):
-    options = {"max_tokens_a_step": 40, "long_prefill": 16, "async_scheduling": overlap}
-    prefill = engine("kv_producer", **options)
-    decode = engine("kv_consumer", **options)
-    prompts = [prompt(length, seed=7) for length in LENGTHS]
-    ids = [prefill.submit(p, params=HANDOFF) for p in prompts]
-    waiting = list(zip(prompts, ids, strict=True))
-    decoding: dict[str, list[int]] = {}
-
-    def all_done() -> bool:
-        for each in list(waiting):
-            if prefill.done(each[1]):  # goes on at once, while others are being prefilled
-                waiting.remove(each)
-                answer = prefill.answers[each[1]].params
-                decoding[decode.submit(each[0], max_tokens=6, params=answer)] = each[0]
-        return not waiting and decode.done(*decoding)
-
-    run([prefill, decode], all_done)
-    for request_id, each_prompt in decoding.items():
-        assert decode.answers[request_id].tokens == tokens(each_prompt, 6)
-    assert decode.count("tokens_loaded") == sum(LENGTHS) - len(LENGTHS)
-    assert_clean(prefill, decode)
-
-
-def test_both_ways_between_two_engines(engine, tokens):
-    engines = [engine("kv_both"), engine("kv_both")]
-    for seed, (prefill, decode) in enumerate(itertools.permutations(engines)):
-        assert hand_off(prefill, decode, prompt(90, seed)) == tokens(prompt(90, seed), 6)
-    assert [each.count("handoffs_received") for each in engines] == [1, 1]
-    assert_clean(*engines)
-
-
 def test_an_engine_takes_its_own_handoff(engine, tokens):
     both = engine("kv_both", prefix_caching=False)
     assert hand_off(both, both, prompt(90)) == tokens(prompt(90), 6)
     assert both.count("tokens_loaded") == 89
     assert_clean(both)
-
-
-def test_a_chain_of_engines_passes_the_same_prompt_on(engine, tokens):
-    first, second, third = (engine("kv_both") for _ in range(3))
-    answer = first.generate(prompt(70), params=HANDOFF).params
-    answer = second.generate(prompt(70), params={**answer, "do_remote_decode": True}).params
-    assert third.generate(prompt(70), 6, params=answer).tokens == tokens(prompt(70), 6)
-    assert second.count("tokens_loaded") == third.count("tokens_loaded") == 69
-    assert_clean(first, second, third)
 
 
 def test_blocks_that_depend_on_later_tokens_are_nobody_elses(engine, monkeypatch):
@@ -201,19 +158,6 @@ def test_a_shared_prefix_is_copied_to_slots_once(engine, tokens):
     assert_clean(prefill, decode)
 
 
-def test_a_prefix_is_shared_while_its_first_handoff_is_still_held(engine, tokens):
-    prefill = engine("kv_producer", extra=slots(9))
-    decode = engine("kv_consumer", prefix_caching=False)
-    prefix = prompt(5 * BLOCK)
-    both = [prefix + prompt(20, seed=1), prefix + prompt(20, seed=2)]
-    answers = [prefill.generate(each, params=HANDOFF).params for each in both]
-    assert prefill.usage == (9, 0, 0)
-    for each, answer in zip(both, answers, strict=True):
-        assert decode.generate(each, 6, params=answer).tokens == tokens(each, 6)
-    assert prefill.count("blocks_saved") == 9
-    assert_clean(prefill, decode)
-
-
 def test_prompts_of_different_salts_share_nothing(engine, tokens):
     prefill, decode = engine("kv_producer"), engine("kv_consumer", prefix_caching=False)
     for salt in ("a", "b"):
@@ -244,18 +188,6 @@ def test_a_prefill_that_generates_more_than_one_token_is_handed_off(engine, toke
     assert decode.generate(prompt(40), 6, params=answer.params).tokens == tokens(prompt(40), 6)
     assert decode.count("tokens_loaded") == 39
     assert_clean(prefill, decode)
-
-
-def test_a_second_decode_engine_may_take_the_same_handoff_first(engine, tokens):
-    prefill = engine("kv_producer")
-    decoders = [engine("kv_consumer"), engine("kv_consumer")]
-    answer = prefill.generate(prompt(90), params=HANDOFF).params
-    ids = [decode.submit(prompt(90), max_tokens=6, params=answer) for decode in decoders]
-    run(decoders, lambda: all(d.done(i) for d, i in zip(decoders, ids, strict=True)))
-    for decode, request_id in zip(decoders, ids, strict=True):
-        assert decode.answers[request_id].tokens == tokens(prompt(90), 6)
-    assert sum(decode.count("handoffs_received") for decode in decoders) >= 1
-    assert_clean(prefill, *decoders)
 
 
 def test_a_prefill_only_engine_and_a_decode_only_engine_ignore_the_other_half(engine, tokens):

@@ -9,7 +9,6 @@ import threading
 import weakref
 
 import pytest
-from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from omni_connector.arena import eviction
 from omni_connector.errors import PeerUnreachableError
@@ -24,7 +23,7 @@ from tests.simulation import check
 from tests.toy import BLOCK
 from tests.toy import FAMILIES as GROUPS
 
-from .harness import DEADLINE, HANDOFF, assert_clean, hand_off, prompt, slots, sockets, wait
+from .harness import DEADLINE, HANDOFF, assert_clean, prompt, slots, sockets, wait
 from .stores import MASTER, PREFIX, QUESTION, landed
 
 pytestmark = pytest.mark.vllm
@@ -243,14 +242,6 @@ def test_answers_are_shared_like_prompts(sharer, tokens):
     assert second.count("tokens_from_host") == shared
 
 
-def test_a_handed_off_prompt_is_found_by_a_third_engine(sharer, tokens):
-    prefill, decode, third = sharer("kv_producer"), sharer("kv_consumer"), sharer()
-    assert hand_off(prefill, decode, PREFIX) == tokens(PREFIX, 6)
-    assert_clean(prefill, decode)
-    assert third.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
-    assert third.count("tokens_from_host") == 6 * BLOCK
-
-
 def test_another_salt_finds_nothing(sharer):
     first, second = sharer(), sharer()
     publish(first, PREFIX, salt="a")
@@ -259,34 +250,6 @@ def test_another_salt_finds_nothing(sharer):
     assert second.count("tokens_from_host") == 0
     second.generate(PREFIX, 6, salt="a")
     assert second.count("tokens_from_host") == 5 * BLOCK
-
-
-@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
-def test_after_new_weights_nothing_is_shared_either_way(sharer, role):
-    first, second = sharer(role), sharer(role)
-    publish(first)
-    first.runner.weights = b"new"
-    assert first.scheduler.reset_prefix_cache(reset_connector=True)
-    assert kept(first) == 0
-    publish(first)
-    assert kept(first) == 6
-    publish(second, QUESTION)
-    assert second.count("tokens_from_host") == 0
-    first.generate(QUESTION)
-    assert first.count("tokens_from_host") == 0
-    assert_clean(first, second)
-
-
-def test_a_full_arena_keeps_what_was_used_last(sharer, tokens):
-    first, second = sharer(extra=slots(12)), sharer()
-    publish(first)
-    for seed in range(3):
-        publish(first, prompt(4 * BLOCK, seed=seed))
-    assert kept(first) == 12
-    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
-    assert second.count("tokens_from_host") == 0
-    assert second.generate([*prompt(4 * BLOCK, seed=1), 5], 6).reason is not None
-    assert second.count("tokens_from_host") == 4 * BLOCK
 
 
 def test_hits_of_neighbours_are_told(sharer):
@@ -577,43 +540,6 @@ def test_what_is_pinned_stays_until_its_time(sharer, already_kept):
     assert late.count("tokens_from_host") == 0
 
 
-def test_pins_end_by_themselves(sharer):
-    alone = sharer(extra=slots(16))
-    publish(alone, PREFIX[: 2 * BLOCK], params=hints(pin_s=0.01))
-    publish(alone, PREFIX[: 4 * BLOCK], params=hints(pin_s=600))
-    publish(alone, prompt(BLOCK), params=hints(pin_s=0.01))
-    wait(lambda: pinned(alone) == 4)
-    assert_clean(alone)
-
-
-def test_no_more_is_pinned_than_the_share_of_the_arena(sharer):
-    alone = sharer(extra=slots(16))
-    publish(alone, params=hints(pin_s=600))
-    assert (pinned(alone), alone.count("pins_refused")) == (4, 2)
-    publish(alone, PREFIX[: 4 * BLOCK], params=hints(pin_s=900))  # the first four are those pinned
-    assert (pinned(alone), alone.count("pins_refused")) == (4, 2)
-    assert not alone.failures()
-
-
-def test_new_weights_end_pins(sharer):
-    alone = sharer()
-    publish(alone, params=hints(pin_s=600))
-    assert pinned(alone) == 6
-    assert alone.scheduler.reset_prefix_cache(reset_connector=True)
-    assert (pinned(alone), alone.usage) == (0, (0, 0, 0))
-    publish(alone)
-    assert (pinned(alone), alone.usage) == (0, (0, 6, 0))
-
-
-def test_a_pin_outlives_its_request(sharer):
-    alone = sharer()
-    request_id = alone.submit(PREFIX, max_tokens=50, params=hints(pin_s=600))
-    alone.run(lambda: alone.answers[request_id].tokens)
-    alone.abort(request_id)
-    assert_clean(alone)
-    assert pinned(alone) >= 6
-
-
 LONG = prompt(20 * BLOCK)
 
 
@@ -686,18 +612,6 @@ def test_what_vllm_has_is_kept_wholly_though_few_copies_may_be_under_way(sharer,
     assert brought(sharer, family=family) == 20
 
 
-def test_copies_of_what_waits_hold_no_more_than_others(small):
-    alone = small()
-    held = ask(alone, hints(pin_s=600))
-    assert (under_way(alone), pinned(alone)) == (10, 0)
-    other = prompt(12 * BLOCK, seed=1)
-    compute(alone, other, params=hints(pin_s=600))
-    assert under_way(alone) == 10
-    held.open()
-    assert_clean(alone)
-    assert (kept(alone), pinned(alone), alone.count("blocks_dropped")) == (32, 32, 0)
-
-
 def test_what_vllm_evicts_before_its_turn_is_counted(small, sharer):
     alone = small()
     held = ask(alone, hints(pin_s=600))
@@ -708,44 +622,6 @@ def test_what_vllm_evicts_before_its_turn_is_counted(small, sharer):
     assert (kept(alone), pinned(alone)) == (10, 10)
     assert (alone.count("blocks_dropped"), alone.count("pins_refused")) == (10, 10)
     assert brought(sharer) == 10
-
-
-def test_what_waits_is_not_read_from_a_block_that_another_group_has_got(sharer):
-    alone = sharer(family="window and full", extra=slots(200), usable_blocks=44)
-    publish(alone, LONG, params=hints(cache="no"))
-    held = ask(alone, hints(prefetch=True))
-    waits = inspection.waiting_blocks(alone.half)
-    assert waits
-    # As if vLLM had computed the prompt again, and dealt its blocks otherwise.
-    for group, blocks in waits:
-        for block_hash, block_id in zip(blocks.cached_as, blocks.block_ids, strict=True):
-            named = make_block_hash_with_group_id(BlockHash(block_hash), 1 - group)
-            inspection.kv_blocks(alone.half)[block_id]._block_hash = named
-    number = waiting(alone)
-    held.open()
-    assert_clean(alone)
-    assert alone.count("blocks_dropped") == number
-
-
-def test_what_waits_is_kept_though_its_request_is_aborted(small, sharer):
-    alone = small()
-    held = alone.hold(saves=True)
-    request_id = alone.submit(LONG, max_tokens=50, params=hints(pin_s=600))
-    alone.run(lambda: alone.answers[request_id].tokens)
-    alone.abort(request_id)
-    held.open()
-    assert_clean(alone)
-    assert (pinned(alone), brought(sharer)) == (20, 20)
-
-
-def test_what_waits_is_void_with_its_weights(small):
-    alone = small()
-    held = ask(alone, hints(pin_s=600))
-    assert waiting(alone)
-    alone.half.reset_cache()
-    held.open()
-    assert_clean(alone)
-    assert (kept(alone), pinned(alone), alone.usage) == (0, 0, (0, 0, 0))
 
 
 @without_rings
@@ -831,25 +707,6 @@ def test_of_what_has_no_room_in_the_arena_the_beginning_is_kept(small, sharer):
     publish(alone, LONG, params=hints(prefetch=True))
     assert kept(alone) == 12
     assert brought(sharer) == 12
-
-
-def test_of_two_that_ask_for_blocks_that_wait_the_later_pin_counts(small):
-    alone = small()
-    held = ask(alone, hints(pin_s=0.01))
-    compute(alone, LONG, params=hints(pin_s=600))
-    held.open()
-    assert_clean(alone)
-    alone.directory.pool.end_pins(inspection.now(alone.half) + 5)
-    assert (pinned(alone), alone.count("pins_refused")) == (20, 0)
-
-
-def test_of_what_two_requests_ask_for_a_block_the_more_is_done(sharer):
-    alone = sharer()
-    asked = [hints(pin_s=600), None, hints(prefetch=True), hints(cache="no")]
-    ids = [alone.submit(PREFIX, params=params) for params in asked]
-    alone.run(lambda: alone.done(*ids))
-    assert_clean(alone)
-    assert (pinned(alone), alone.usage) == (6, (0, 6, 0))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

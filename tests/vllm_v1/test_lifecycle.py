@@ -105,23 +105,6 @@ def test_a_wrong_setting_stops_the_start_and_is_named(model, runtime, extra, sai
     assert not sockets(runtime)
 
 
-def test_a_load_follows_the_copies_of_its_peer(engine, tokens):
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    held = prefill.hold(saves=True)
-    request_id = prefill.submit(PROMPT, params=HANDOFF)
-    prefill.run(lambda: prefill.done(request_id))
-    decoded = decode.submit(PROMPT, max_tokens=6, params=prefill.answers[request_id].params)
-    decode.run(lambda: bool(decode.loads_under_way))
-    for _ in range(20):
-        decode.step()
-    assert not decode.answers[decoded].tokens
-    held.open()  # and the prefill engine takes no step more
-    decode.run(lambda: decode.done(decoded))
-    assert decode.answers[decoded].tokens == tokens(PROMPT, 6)
-    assert not decode.failures()
-    assert_clean(prefill, decode)
-
-
 def test_the_decode_engine_serves_others_while_it_waits(engine):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     held = prefill.hold(saves=True)
@@ -155,18 +138,6 @@ def test_a_peer_that_does_not_answer_is_given_up_in_time(engine, tokens, monkeyp
     assert decode.generate(PROMPT, 6, params=answer).tokens == tokens(PROMPT, 6)
     assert decode.failures() == {"peer_unreachable": 1}
     assert not decode.leftovers()
-
-
-def test_reset_forgets_the_slots_that_could_be_shared(engine, tokens):
-    prefill, decode = engine("kv_producer"), engine("kv_consumer", prefix_caching=False)
-    hand_off(prefill, decode, PROMPT)
-    assert_clean(prefill, decode)
-    assert prefill.usage == (0, 4, 0)
-    assert prefill.scheduler.reset_prefix_cache(reset_connector=True)
-    assert prefill.usage == (0, 0, 0)
-    assert hand_off(prefill, decode, PROMPT) == tokens(PROMPT, 6)
-    assert prefill.count("blocks_saved") == 10
-    assert_clean(prefill, decode)
 
 
 def test_reset_on_a_decode_engine_works(engine):

@@ -16,7 +16,7 @@ from tests import inspection
 from tests.simulation import check
 from tests.toy import BLOCK, FAMILIES, LAYERS, UNDRAFTED
 
-from .harness import HANDOFF, assert_clean, hand_off, prompt, run, spoil, wait
+from .harness import HANDOFF, assert_clean, hand_off, prompt, spoil, wait
 from .stores import PREFIX, QUESTION, landed
 from .test_host_prefix import neighbours
 
@@ -160,31 +160,6 @@ def test_a_model_that_reads_other_pages_is_noticed_by_these_tests(engine, monkey
     assert hand_off(prefill, wrong, tokens) != engine(None).generate(tokens, 6).tokens
     assert wrong.count("tokens_loaded") == 69
     assert not wrong.failures()
-
-
-@of_both
-@pytest.mark.parametrize("sizes", [(16, 32), (32, 16)], ids=str)
-@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)], ids=str)
-@pytest.mark.values
-def test_engines_of_other_blocks_and_ranks(engine, family, sizes, ranks):
-    drafted = {"family": family, **MTP}
-    for of_prefill, of_decode in ((without(family), drafted), (drafted, without(family))):
-        prefill, decode = (
-            engine(role, ranks=each, block_size=size, **options)
-            for role, each, size, options in zip(
-                ("kv_producer", "kv_consumer"), ranks, sizes, (of_prefill, of_decode), strict=True
-            )
-        )
-        found = found_by_drafter(decode)
-        reference = engine(None, family="full", block_size=sizes[1])
-        for length in LENGTHS:
-            found.clear()
-            tokens = prompt(length)
-            assert hand_off(prefill, decode, tokens) == reference.generate(tokens, 6).tokens
-            if of_decode is drafted:
-                require_zeros(found, length - 1)
-        assert decode.count("handoffs_received") == len(LENGTHS)
-        assert not decode.failures()
 
 
 IN_STAGES = [
@@ -347,34 +322,6 @@ def test_blocks_with_the_drafters_kv_are_shared(engine):
     assert second.count("tokens_from_host") > 0
 
 
-def test_blocks_that_a_running_request_has_computed_after_such_ones_are_not_shared(engine):
-    """Another request finds them while the first still runs, before they are noted."""
-    prefill, decode = engine("kv_producer"), drafting(engine)
-    found_by_drafter(decode)
-    asked = prompt(5)  # no block of it is full
-    answer = prefill.generate(asked, params=HANDOFF).params
-    first = decode.submit(asked, max_tokens=5 * BLOCK, params=answer)
-    run([decode], lambda: len(decode.answers[first].tokens) > 3 * BLOCK)
-    known = [*asked, *decode.answers[first].tokens]
-    second = decode.submit(known, max_tokens=1)
-    run([decode], lambda: decode.done(second))
-    assert not decode.done(first)
-    assert decode.usage[1] == 0
-    decode.settle()
-    assert decode.usage[1] == 0
-
-
-def test_blocks_that_are_used_anew_are_shared_again(engine):
-    prefill, decode = engine("kv_producer"), drafting(engine, usable_blocks=24)
-    found_by_drafter(decode)
-    hand_off(prefill, decode, QUESTION)
-    for seed in range(6):  # until vLLM's own cache has lost them
-        decode.generate(prompt(15 * BLOCK, seed), 1)
-    before = decode.usage[1]
-    decode.generate(QUESTION, 1)
-    assert decode.usage[1] > before
-
-
 def test_blocks_without_the_drafters_kv_are_not_stored(engine, tmp_path):
     store = {"store": {"path": str(tmp_path / "kv"), "gib": 1, "lookup_timeout_s": 30}}
     prefill, decode = engine("kv_producer"), drafting(engine, extra=store)
@@ -399,21 +346,6 @@ def test_blocks_without_the_drafters_kv_are_handed_off_to_nobody(engine):
     assert not last.count("tokens_loaded")
     assert middle.failures() == {"no_drafter_kv": 1}
     assert_clean(prefill, middle, last)
-
-
-@of_both
-def test_what_vllm_has_in_its_cache_is_completed_without_the_drafter(engine, family):
-    """The first blocks were computed here, with the drafter's KV; the others are loaded."""
-    prefill, decode = engine("kv_producer"), drafting(engine, family)
-    decode.generate(PREFIX, 1)
-    found = found_by_drafter(decode)
-    kept = decode.usage[1]
-    assert hand_off(prefill, decode, QUESTION) == engine(None).generate(QUESTION, 6).tokens
-    local = len(QUESTION) - 1 - decode.count("tokens_loaded")
-    assert local > 0
-    zeros = {position for position, content in found if not any(content)}
-    assert zeros == set(range(local, len(QUESTION) - 1))
-    assert decode.usage[1] == kept
 
 
 def test_a_drafters_layers_are_known_by_the_names_that_vllm_gives_them(engine):

@@ -10,8 +10,8 @@ from omni_connector.vllm_v1.connector import OmniKVConnector
 from tests import toy
 from tests.toy import BLOCK, REPLAYED
 
-from .harness import HANDOFF, assert_clean, hand_off, lose_loads, prompt
-from .stores import PREFIX, QUESTION, landed, publish
+from .harness import assert_clean, hand_off, lose_loads, prompt
+from .stores import PREFIX, QUESTION, publish
 
 pytestmark = [
     pytest.mark.vllm,
@@ -230,25 +230,6 @@ def test_a_shared_prefix_of_wrong_bytes_is_found_out(sharer, shelf, engine, fami
     answer = second.generate(QUESTION, 6)
     assert second.count("tokens_shared") == len(PREFIX)
     assert answer.tokens != engine(family=family).generate(QUESTION, 6).tokens
-
-
-@of_all
-def test_a_shared_prefix_is_found_when_the_hand_off_was_preempted(sharer, shelf, engine, family):
-    """The second load of a request brings no window, although its first one did."""
-    prefill, decode = engine("kv_producer", family=family), sharer(family=family)
-    publish(sharer(family=family), shelf)
-    expected = engine(family=family).generate(QUESTION, 9).tokens
-    handed = decode.submit(
-        QUESTION, max_tokens=9, params=prefill.generate(QUESTION, params=HANDOFF).params
-    )
-    decode.run(lambda: len(decode.answers[handed].tokens) == 3)
-    landed(decode)
-    decode.scheduler.reset_prefix_cache(reset_running_requests=True)
-    decode.settle()
-    assert decode.preempted == [handed]
-    assert decode.answers[handed].tokens == expected
-    assert decode.count("handoffs_received") == 1
-    assert decode.count("tokens_shared") == len(PREFIX)
 
 
 def test_a_vllm_that_computes_the_window_again_after_each_load_is_refused(engine, monkeypatch):

@@ -103,14 +103,6 @@ def test_answers_are_shared_like_prompts(sharer, shelf, tokens):
     assert second.count("tokens_shared") == shared
 
 
-def test_chunks_of_a_prompt_are_stored_as_they_fill(sharer, shelf, tokens):
-    first, second = sharer(max_tokens_a_step=BLOCK + 3), sharer(max_tokens_a_step=BLOCK + 3)
-    publish(first, shelf)
-    assert blocks(shelf) == 6
-    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
-    assert second.count("tokens_shared") == 6 * BLOCK
-
-
 def test_what_is_stored_is_not_sent_again(sharer, shelf):
     first, second = sharer(), sharer()
     publish(first, shelf)
@@ -211,16 +203,6 @@ def test_blocks_that_vllm_retains_below_a_window_are_zeroed(sharer, shelf, engin
 
 
 # Ranks
-
-
-def test_blocks_of_all_ranks_are_needed(sharer, shelf, engine):
-    first, second = sharer(ranks=2), sharer(ranks=2)
-    publish(first, shelf)
-    assert blocks(shelf, rank=0) == blocks(shelf, rank=1) == 6
-    lost = [key for key in shelf.entries if "/0.1/" in key][4]
-    shelf.evict(lambda key: key == lost)
-    assert second.generate(QUESTION, 6).tokens == engine(ranks=2).generate(QUESTION, 6).tokens
-    assert second.count("tokens_shared") == 4 * BLOCK
 
 
 def test_what_all_ranks_hold_alike_is_stored_once(sharer, shelf):
@@ -350,17 +332,6 @@ def test_a_copier_that_fails(sharer, shelf, tokens, log):
 # Beside hand-offs
 
 
-def test_a_prompt_is_prefilled_on_a_shared_prefix_and_handed_off(sharer, shelf, tokens):
-    first, prefill, decode = sharer(), sharer("kv_producer"), sharer("kv_consumer")
-    publish(first, shelf)
-    answer = prefill.generate(QUESTION, params=HANDOFF)
-    assert prefill.count("tokens_shared") == 6 * BLOCK
-    assert decode.generate(QUESTION, 6, params=answer.params).tokens == tokens(QUESTION, 6)
-    assert decode.count("handoffs_received") == 1
-    assert decode.count("tokens_shared") == 0
-    assert_clean(first, prefill, decode)
-
-
 @pytest.mark.parametrize("family", ["window", "window and full"])
 def test_a_prompt_that_was_shortened_is_stored_as_it_was_computed(sharer, shelf, engine, family):
     prefill, decode, third = (sharer(family=family) for _ in range(3))
@@ -389,24 +360,6 @@ def test_the_prompt_log_probabilities_are_computed_here(sharer, shelf, tokens):
     publish(first, shelf)
     assert second.generate(QUESTION, 6, prompt_logprobs=1).tokens == tokens(QUESTION, 6)
     assert second.count("tokens_shared") == 0
-
-
-def test_after_new_weights_nothing_old_is_found(sharer, shelf, engine, tokens):
-    first, second, third = sharer(), sharer(), sharer()
-    publish(first, shelf)
-    alone = engine()
-    for each in (second, third, alone):
-        each.runner.weights = b"new"
-    for each in (second, third):
-        assert each.scheduler.reset_prefix_cache(reset_connector=True)
-    expected = alone.generate(QUESTION, 6).tokens
-    assert second.generate(QUESTION, 6).tokens == expected
-    assert second.count("tokens_shared") == 0
-    landed(second)
-    # The other one with these weights finds what was stored with them.
-    assert third.generate(QUESTION, 6).tokens == expected
-    assert third.count("tokens_shared") == len(PREFIX)
-    assert first.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
 
 
 def test_what_is_being_loaded_when_the_weights_change_is_not_used(
@@ -476,25 +429,6 @@ def test_what_nobody_else_can_find_is_neither_stored_nor_asked_for(sharer, shelf
     assert_clean(alone)
 
 
-def test_of_running_requests_that_are_reset_all_is_stored_where_weights_are_fixed(
-    sharer, shelf, tokens
-):
-    first = sharer(extra={"weights": "fixed"}, max_tokens_a_step=2 * BLOCK)
-    second = sharer()
-    first.instant_copies = True
-    request_id = first.submit(QUESTION, max_tokens=6)
-    first.step()
-    first.run(lambda: not inspection.copies_under_way(first.half))
-    assert not first.done(request_id)
-    assert first.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    first.settle()
-    landed(first)
-    assert first.answers[request_id].tokens == tokens(QUESTION, 6)
-    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
-    assert second.count("tokens_shared") == len(PREFIX)
-    assert_clean(first, second)
-
-
 def test_an_idle_engine_gives_its_blocks_back(sharer, shelf, hasty_resets):
     engine = sharer()
     held = engine.hold(saves=True)
@@ -512,24 +446,3 @@ def test_clients_are_closed_with_their_engine(sharer, shelf):
     engine.shutdown()
     assert shelf.open == 0
     engine.shutdown()
-
-
-def test_requests_whose_hand_offs_failed_are_not_offered_another_load(sharer, shelf, tokens):
-    """vLLM would let each wait for blocks that it has promised to the others."""
-    text = prompt(4 * BLOCK + 1)
-    prefill = sharer("kv_producer")
-    decode = sharer("kv_consumer", usable_blocks=10)
-    params = [answer.params for answer in _handed_off(prefill, text, 4)]
-    landed(prefill)
-    prefill.arena().slots[:, 7] ^= 0x10
-    decoding = [decode.submit(text, max_tokens=2, params=each) for each in params]
-    decode.run(lambda: decode.done(*decoding))
-    assert [decode.answers[each].tokens for each in decoding] == [tokens(text, 2)] * 4
-    assert decode.failures().keys() == {"checksum_mismatch"}
-    assert_clean(prefill, decode)
-
-
-def _handed_off(prefill, text, number):
-    handed = [prefill.submit(text, params=HANDOFF) for _ in range(number)]
-    prefill.run(lambda: prefill.done(*handed))
-    return [prefill.answers[each] for each in handed]

@@ -84,27 +84,6 @@ def test_answers_leave_a_state_in_every_block(place, engine, family, overlap):
         assert_clean(second)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.values
-def test_a_request_that_goes_on_leaves_the_states_alone_that_are_being_copied(
-    place, engine, family, overlap
-):
-    """Nothing is copied before the whole answer is there, and others have used the cache since."""
-    options = {"family": family, "async_scheduling": overlap, "usable_blocks": 200}
-    first, second, alone = place(**options), place(**options), engine(family=family)
-    held = first.hold(saves=True)
-    ids = [first.submit(QUESTION, max_tokens=3 * BLOCK), first.submit(prompt(70), max_tokens=30)]
-    first.run(lambda: first.done(*ids))
-    assert held.saved_blocks == []
-    held.open()
-    place.settle(first)
-    told = QUESTION + first.answers[ids[0]].tokens
-    assert ask(place, second, [*told, 5], alone) == len(told) - 1
-    assert ask(place, second, [*prompt(70)[: 4 * BLOCK], 5], alone) == 4 * BLOCK
-    assert_clean(first, second)
-
-
 def test_states_of_other_tokens_are_noticed_by_these_tests(place, engine, monkeypatch):
     def latest(shape, block_ids, *_):
         """As if the last state were that of the end of every block."""
@@ -117,26 +96,6 @@ def test_states_of_other_tokens_are_noticed_by_these_tests(place, engine, monkey
     answer = second.generate(question, 6).tokens
     assert place.loaded(second) == 3 * BLOCK
     assert answer != engine(family="all three").generate(question, 6).tokens
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.values
-def test_preempted_requests_share_and_load_states(place, engine, family, overlap):
-    options = {"family": family, "async_scheduling": overlap}
-    small = {"usable_blocks": 16 if family == "state and full" else 20, **options}
-    small |= {"max_tokens_a_step": 2 * BLOCK, "instant_copies": True}
-    first, second, alone = place(**small), place(**small), engine(family=family)
-    texts = [prompt(4 * BLOCK - 3, seed) for seed in range(3)]
-    for each in (first, second):
-        ids = [each.submit(text, max_tokens=24) for text in texts]
-        each.run(lambda each=each, ids=ids: each.done(*ids))
-        assert each.preempted
-        for request_id, text in zip(ids, texts, strict=True):
-            assert each.answers[request_id].tokens == alone.generate(text, 24).tokens
-        place.settle(each)
-    assert place.loaded(second) >= 3 * BLOCK
-    assert_clean(first, second)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -154,16 +113,6 @@ def test_a_handed_off_prompt_and_its_answer_are_found_by_a_third_engine(place, e
         told = [*text, *answer, 3]
         assert ask(place, third, told, alone) == len(told) - 2
     assert_clean(prefill, decode)
-
-
-@pytest.mark.values
-def test_every_model_runner_shares_states(place, engine, runner):
-    options = {"family": "all three"}
-    first = place(lifecycle=runner(), **options)
-    second = place(lifecycle=runner(), **options)
-    told = QUESTION + publish(place, first, QUESTION, max_tokens=2 * BLOCK)
-    assert ask(place, second, [*told, 5], engine(**options)) == len(told) - 1
-    assert_clean(first, second)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

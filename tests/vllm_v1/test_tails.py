@@ -14,7 +14,7 @@ from omni_connector.vllm_v1 import scheduler
 from omni_connector.vllm_v1.connector import OmniKVConnector
 from tests.toy import BLOCK
 
-from .harness import assert_clean, hand_off, prompt, wait
+from .harness import assert_clean, prompt, wait
 from .places import Place, ask, publish
 from .stores import MASTER, QUESTION, ShelfStore, landed
 
@@ -85,18 +85,6 @@ def test_the_next_turn_goes_on_behind_the_prompt_whatever_was_answered(
         assert second.count("tokens_from_tails") == from_tails
         assert not second.failures()
         assert_clean(first, second)
-
-
-def test_prompts_of_one_step_leave_an_end_each(place, engine):
-    family = "state and full"
-    first, second, alone = place(family=family), place(family=family), engine(family=family)
-    questions = [prompt(2 * BLOCK + 3 + seed, seed=seed) for seed in range(4)]
-    asked = [first.submit(each, max_tokens=TURN) for each in questions]
-    first.run(lambda: first.done(*asked))
-    place.settle(first)
-    for each in questions:
-        assert ask(place, second, [*each, *NEW], alone) == len(each)
-    assert not second.failures()
 
 
 def test_a_prompt_that_was_found_as_a_whole_leaves_its_end(place, engine):
@@ -173,22 +161,6 @@ def test_with_a_match_unit_vllm_goes_on_with_its_own_states_too(place, engine, o
     assert_clean(first, second)
 
 
-def test_a_state_is_copied_to_no_block_that_vllm_copies_in_that_step(engine):
-    """vLLM has let go of these blocks, and where few are free, a copy is made to one of them."""
-    place = Place(engine, {"share": True}, "tokens_from_host")
-    alone, question = engine(family="state and full"), prompt(UNIT + 1)
-    right = alone.generate(question, 2).tokens
-    for usable_blocks in range(6, 12):
-        each = place(family="state and full", match_unit=UNIT, usable_blocks=usable_blocks)
-        asked = []
-        for _ in range(12):
-            asked.append(each.submit(question, max_tokens=2))
-            each.step()
-        each.run(lambda each=each, asked=asked: each.done(*asked))
-        assert [each.answers[one].tokens for one in asked] == [right] * len(asked)
-        assert_clean(each)
-
-
 @each_family
 @pytest.mark.values
 def test_each_turn_of_a_conversation_goes_on_there(place, engine, family):
@@ -206,46 +178,6 @@ def test_each_turn_of_a_conversation_goes_on_there(place, engine, family):
     third = place(family=family)
     assert ask(place, third, said, alone) == len(said) - 5 - 1
     assert_clean(*engines, third)
-
-
-@pytest.mark.parametrize("place_of", [0, 3, -1], ids=["first", "middle", "last"])
-@pytest.mark.values
-def test_a_tail_of_other_tokens_is_not_found(place, engine, place_of):
-    family = "state and full"
-    first, second, alone = place(family=family), place(family=family), engine(family=family)
-    said = QUESTION + publish(place, first, QUESTION, max_tokens=TURN)
-    begin = (len(said) - 1) // BLOCK * BLOCK
-    other = said.copy()
-    at = range(begin, len(said) - 1)[place_of]
-    other[at] = other[at] % 400 + 3
-    assert other[at] != said[at]
-    assert ask(place, second, [*other, *NEW], alone) == begin
-    assert not second.failures()
-
-
-def test_a_tail_is_not_found_behind_other_blocks(place, engine):
-    family = "state and full"
-    first, second, alone = place(family=family), place(family=family), engine(family=family)
-    said = prompt(2 * BLOCK + 5)
-    publish(place, first, said)
-    for changed in (0, BLOCK, 2 * BLOCK - 1):
-        other = said.copy()
-        other[changed] = other[changed] % 400 + 3
-        assert other[changed] != said[changed]
-        assert ask(place, second, [*other, *NEW], alone) == 0
-    assert not second.failures()
-    third = place(family=family)
-    assert ask(place, third, [*said, *NEW], alone) == len(said)
-
-
-def test_a_tail_is_found_by_all_of_its_tokens(place, engine):
-    family = "state and full"
-    first, second, alone = place(family=family), place(family=family), engine(family=family)
-    said = QUESTION + publish(place, first, QUESTION, max_tokens=TURN)
-    end = len(said) - 1
-    assert ask(place, second, said[:end], alone) == end // BLOCK * BLOCK  # the last is computed
-    third = place(family=family)
-    assert ask(place, third, said[: end + 1], alone) == end
 
 
 @each_family
@@ -335,57 +267,6 @@ def test_an_engine_gets_back_the_tail_that_its_own_cache_has_not(engine):
     assert_clean(alone)
 
 
-@each_family
-@pytest.mark.values
-def test_a_prompt_that_was_handed_off_leaves_a_tail_at_both_engines(place, engine, family):
-    options = {"family": family}
-    prefill, decode = place("kv_producer", **options), place("kv_consumer", **options)
-    alone = engine(**options)
-    text = prompt(5 * BLOCK + 6)
-    said = text + hand_off(prefill, decode, text, TURN)
-    place.settle(prefill, decode)
-    third = place(**options)
-    assert ask(place, third, [*text, *NEW], alone) == len(text)
-    fourth = place(**options)
-    assert ask(place, fourth, [*said, *NEW], alone) == len(said) - 1
-    assert_clean(prefill, decode, third, fourth)
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-@pytest.mark.values
-def test_an_aborted_request_leaves_what_it_has_computed(place, engine, overlap):
-    options = {"family": "state and full", "async_scheduling": overlap}
-    first, second, alone = place(**options), place(**options), engine(family="state and full")
-    request_id = first.submit(QUESTION, max_tokens=10 * BLOCK)
-    first.run(lambda: len(first.answers[request_id].tokens) >= TURN)
-    said = QUESTION + first.answers[request_id].tokens
-    first.abort(request_id)
-    place.settle(first)
-    loaded = ask(place, second, [*said, *NEW], alone)
-    assert loaded in (len(said) - 1, len(said))  # a step may be under way
-    assert not second.failures()
-    assert_clean(first, second)
-
-
-def test_tails_are_held_until_they_are_copied(place, engine):
-    """Others use the KV cache, and all of its blocks, while a tail waits to be copied."""
-    family = "state and full"
-    first = place(family=family, usable_blocks=40)
-    second, alone = place(family=family), engine(family=family)
-    held = first.hold(saves=True)
-    question = prompt(2 * BLOCK + 3)
-    request_id = first.submit(question, max_tokens=4)
-    first.run(lambda: first.done(request_id))
-    said = question + first.answers[request_id].tokens
-    others = [first.submit(prompt(6 * BLOCK, seed), max_tokens=2) for seed in range(12)]
-    first.run(lambda: first.done(*others))
-    held.open()
-    place.settle(first)
-    assert ask(place, second, [*said, *NEW], alone) in (0, len(said) - 1)
-    assert not second.failures()
-    assert_clean(first, second)
-
-
 def test_models_without_states_keep_full_blocks_alone(place, engine):
     first, second = place(family="window and full"), place(family="window and full")
     alone = engine(family="window and full")
@@ -432,18 +313,6 @@ def in_store(engine, shelf):
     return Place(engine, MASTER, "tokens_shared")
 
 
-@each_family
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.values
-def test_every_rank_stores_its_part_of_a_tail(in_store, engine, family, ranks):
-    options = {"family": family, "ranks": ranks}
-    first, second, alone = in_store(**options), in_store(**options), engine(**options)
-    said = QUESTION + publish(in_store, first, QUESTION, max_tokens=TURN)
-    assert ask(in_store, second, [*said, *NEW], alone) == len(said) - 1
-    assert not second.failures()
-    assert_clean(first, second)
-
-
 @pytest.mark.parametrize("lost", ["mark", "full", "state"])
 def test_of_a_tail_in_a_store_all_must_be_there(in_store, engine, shelf, lost):
     family = "state and full"
@@ -477,27 +346,6 @@ def test_wrong_bytes_of_a_tail_are_computed_anew(in_store, engine, shelf):
     assert second.failures() == {"store_checksum_mismatch": 1}
     # What was found wrong is not believed for a while.
     assert ask(in_store, in_store(family=family), [*said, 5], alone) == 0
-    assert_clean(first, second)
-
-
-@each_family
-def test_a_tail_in_a_store_follows_full_blocks_in_an_arena(engine, shelf, family):
-    """The arena has a full block of another prompt in the place of the tail."""
-    first, reference = engine("kv_both", extra=MASTER, family=family), engine(family=family)
-    second = engine("kv_both", extra={**MASTER, "share": True}, family=family)
-    said = prompt(4 * BLOCK + 7)
-    first.generate(said)
-    landed(first)
-    second.generate([*said, *prompt(3 * BLOCK, seed=1)])
-    landed(second)
-    assert_clean(first, second)
-    assert second.scheduler.kv_cache_manager.reset_prefix_cache()
-    before = second.count("tokens_from_tails")
-    question = [*said, *prompt(9, seed=2)]
-    assert second.generate(question, 6).tokens == reference.generate(question, 6).tokens
-    assert second.count("tokens_kept") > 0
-    assert second.count("tokens_from_tails") - before == 7
-    assert not second.failures()
     assert_clean(first, second)
 
 
