@@ -112,7 +112,7 @@ class Names:
         return self._word(member)  # of somebody else, or of an object
 
     def _named_after_class(self, name: str, member: str) -> bool:
-        """Whether `name` is the end of a class's name, as with `stats`, a `TransferStats`."""
+        """Whether `name` is the end of a class's name, as with `directory`, a `SlotDirectory`."""
         return any(
             member in members
             for owner, members in self.members.items()

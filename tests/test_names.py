@@ -138,7 +138,6 @@ def test_a_name_that_is_not_there_is_found(name: str) -> None:
         "`SlotDirectory.lease`",
         "`handoff.leases.SlotDirectory.lease`",
         "`directory.lease`",
-        "`stats.send_failures`",
         "`handoff/leases.py`",
         "`omni_connector/handoff/`",
         "`--trust-remote-code`",

@@ -7,7 +7,6 @@ connector of `objects`. The receiving stage gets them back as tensors, checked.
 
 from omni_connector.stage.config import OmniKVCacheConfig
 from omni_connector.stage.extract import KVLayout, LayerKV, extract_kv_cache
-from omni_connector.stage.link import TransferStats
 from omni_connector.stage.manager import OmniKVTransferManager
 from omni_connector.stage.payload import KVCacheTransferData
 
@@ -17,6 +16,5 @@ __all__ = [
     "LayerKV",
     "OmniKVCacheConfig",
     "OmniKVTransferManager",
-    "TransferStats",
     "extract_kv_cache",
 ]

@@ -8,7 +8,6 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from omni_connector.errors import TransportError
@@ -72,35 +71,6 @@ LEAST_ASK_S: Final = 0.5
 """Seconds that peers have for an answer even if the deadline comes sooner."""
 
 
-@dataclass
-class TransferStats:
-    """What a manager has done since it was made.
-
-    Attributes:
-        sent: requests whose KV was handed to the connector, whole.
-        sent_bytes: their bytes, as packed.
-        send_retries: tries after the first one.
-        send_failures: requests that were given up.
-        received: requests whose KV came, whole.
-        received_bytes: their bytes, as packed.
-        receive_timeouts: requests whose KV did not come in time.
-        receive_failures: requests whose KV came, but could not be used.
-        connector_failures: connectors that did not start.
-        companion_failures: requests whose companions could not be collected.
-    """
-
-    sent: int = 0
-    sent_bytes: int = 0
-    send_retries: int = 0
-    send_failures: int = 0
-    received: int = 0
-    received_bytes: int = 0
-    receive_timeouts: int = 0
-    receive_failures: int = 0
-    connector_failures: int = 0
-    companion_failures: int = 0
-
-
 class Parts(NamedTuple):
     """The payloads of one request.
 
@@ -139,9 +109,6 @@ class ConnectorLink:
         topology: tells this rank's place; called when it is needed.
         clock: monotonic seconds.
         sleep: waits for seconds; by default until `close`, if that comes first.
-
-    Attributes:
-        stats: the manager's counters.
     """
 
     def __init__(
@@ -151,15 +118,15 @@ class ConnectorLink:
         clock: Callable[[], float],
         sleep: Callable[[float], object] | None,
     ) -> None:
-        self.stats: Final = TransferStats()
         self._config = config
         self._topology = topology
         self._clock = clock
         self._closed = threading.Event()
         self._sleep = self._closed.wait if sleep is None else sleep
         self._lock = threading.Lock()
-        self._counting = threading.Lock()
         self._connector: Any = None
+        # Whether it has not started once.
+        self._failed = False
         # The sender of requests that name none.
         self._sender: Sender | None = None
         # The address that the settings had before `update_sender`; None before that.
@@ -182,16 +149,10 @@ class ConnectorLink:
         """Whether there is a connector to make."""
         return bool((self._config.connector_config or {}).get("type"))
 
-    def count(self, **counts: int) -> None:
-        """Add to the counters."""
-        with self._counting:
-            for name, count in counts.items():
-                setattr(self.stats, name, getattr(self.stats, name) + count)
-
     def put(
         self, stages: tuple[str, str], key: str, data: KVCacheTransferData, request_id: str
-    ) -> int:
-        """Put a payload of a request under a key; return its bytes.
+    ) -> None:
+        """Put a payload of a request under a key.
 
         Raises:
             TransportError: three tries failed, 0.1 s and 0.2 s apart, or this is closed.
@@ -203,7 +164,6 @@ class ConnectorLink:
         backoff = Backoff(_SEND_BACK_OFF_S, math.inf, self._clock)
         for attempt in range(_SEND_TRIES):
             if attempt:
-                self.count(send_retries=1)
                 self._sleep(backoff.failed())
             connector = self._connector_or_raise()
             if connector is None:
@@ -212,7 +172,7 @@ class ConnectorLink:
             if packed is None:
                 packed = _pack(connector, data)
             try:
-                done, size, _ = connector.put(
+                done, _, _ = connector.put(
                     from_stage=stages[0], to_stage=stages[1], put_key=key, data=packed
                 )
             except Exception as error:
@@ -222,7 +182,7 @@ class ConnectorLink:
                 continue
             if done:
                 self._remember(request_id, key)
-                return int(size)
+                return
             reason = "the connector refused it"
         raise TransportError(f"{key!r} was not put in {_SEND_TRIES} tries: {reason}")
 
@@ -436,9 +396,8 @@ class ConnectorLink:
             self._tell(connector)
         except Exception as error:
             # Only the first failure is logged with its traceback: each poll tries again.
-            first = not self.stats.connector_failures
-            logger.warning("Connector %s did not start: %s", name, error, exc_info=first)
-            self.count(connector_failures=1)
+            logger.warning("Connector %s did not start: %s", name, error, exc_info=not self._failed)
+            self._failed = True
             if isinstance(error, LASTING_ERRORS):
                 raise
             return None

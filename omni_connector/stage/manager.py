@@ -20,7 +20,6 @@ from omni_connector.stage.link import (
     ConnectorLink,
     Parts,
     Sender,
-    TransferStats,
     find_sender,
     mark_sending,
 )
@@ -42,7 +41,6 @@ __all__ = [
     "LayerKV",
     "OmniKVCacheConfig",
     "OmniKVTransferManager",
-    "TransferStats",
 ]
 
 logger = logging.getLogger(__name__)
@@ -73,7 +71,6 @@ class OmniKVTransferManager:
         config: as given.
         send_stages: (from, to) of what is sent; (None, None) if that is not configured.
         recv_stages: the same of what is received.
-        stats: counters.
         last_failures: the requests that the last `handle_finished_requests_kv_transfer` could
             not send, and why.
         kv_send_key_builder: (request id, from, to) -> keys to put a request under, instead of the
@@ -101,7 +98,6 @@ class OmniKVTransferManager:
         self.send_stages = config.send_stages()
         self.recv_stages = config.recv_stages()
         self._link = ConnectorLink(config, lambda: self._topology, clock, sleep)
-        self.stats = self._link.stats
         self.last_failures: dict[str, str] = {}
         self.kv_send_key_builder: SendKeyBuilder | None = None
         self.kv_recv_key_builder: ReceiveKeyBuilder | None = None
@@ -271,18 +267,15 @@ class OmniKVTransferManager:
             with self._link.asking(sender):
                 found = self._receive(request_id)
                 if found is None:
-                    self._link.count(receive_timeouts=1)
                     return None, 0
                 data, parts = found
                 data = place(data, target_device)
-                self._link.count(received=1, received_bytes=parts.size)
                 logger.info("KV cache of request %s received: %d bytes", request_id, parts.size)
                 self._link.use(parts.sendings)
                 return data, parts.size
         except Exception:
             # Hooks and connectors may raise anything; the stage goes on without this KV.
             logger.exception("KV cache of request %s cannot be used", request_id)
-            self._link.count(receive_failures=1)
             return None, 0
 
     def apply_kv_cache_to_request(self, req: Any, data: dict[str, Any]) -> None:
@@ -338,8 +331,7 @@ class OmniKVTransferManager:
             req: its `sampling_params` may have `cfg_kv_request_ids`.
             cfg_kv_collect_func: called with the request id, those ids, this manager and the
                 device; what it returns is set on the `sampling_params` by name. What it receives
-                on this thread comes from the request's sender. If it raises, the log and
-                `stats.companion_failures` say so.
+                on this thread comes from the request's sender. If it raises, the log says so.
             target_device: as `receive_kv_cache_for_request`.
 
         Returns:
@@ -356,7 +348,6 @@ class OmniKVTransferManager:
             except Exception:
                 # The function is the model's, and may raise anything.
                 logger.exception("companions of request %s were not collected", req.request_id)
-                self._link.count(companion_failures=1)
         return came
 
     def receive_multi_kv_cache_distributed(
@@ -468,18 +459,16 @@ class OmniKVTransferManager:
 
     def _send_or_note(self, request_id: str, extract: Callable[[], KVCacheTransferData]) -> bool:
         try:
-            size = self._send(extract())
+            self._send(extract())
         except Exception as error:
             # Hooks and connectors may raise anything; the other requests are sent all the same.
             logger.exception("KV cache of request %s was not sent", request_id)
             self.last_failures[request_id] = f"{type(error).__name__}: {error}"
-            self._link.count(send_failures=1)
             return False
-        self._link.count(sent=1, sent_bytes=size)
         return True
 
-    def _send(self, kv_data: KVCacheTransferData) -> int:
-        """Put the part of a request's KV that each receiver uses; returns the bytes put."""
+    def _send(self, kv_data: KVCacheTransferData) -> None:
+        """Put the part of a request's KV that each receiver uses."""
         stages = self._configured(
             self.send_stages, "omni_from_stage and omni_to_stage are not both configured"
         )
@@ -506,10 +495,8 @@ class OmniKVTransferManager:
                 for target in topology.target_ranks()
             ]
         try:
-            return sum(
+            for key, part in zip(keys, parts, strict=True):
                 self._link.put(stages, key, part, request_id)
-                for key, part in zip(keys, parts, strict=True)
-            )
         except OmniError:
             # Some receivers must not find their part where others never will.
             if len(keys) > 1:

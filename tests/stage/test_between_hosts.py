@@ -57,7 +57,6 @@ def test_a_sequence_travels_to_the_stage_that_is_told_its_sender() -> None:
         for i, layer in enumerate(layers):
             assert torch.equal(blocks["key_cache"][i], layer.key)
             assert torch.equal(blocks["value_cache"][i], layer.value)
-        assert sender.stats.sent == receiver.stats.received == 1
 
 
 def test_ranks_without_a_port_send_to_the_ranks_of_a_request_that_names_their_host(
@@ -91,7 +90,6 @@ def test_a_sender_that_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patched:
             patched.setattr(objects_mooncake, "QUESTIONS", msgspec.msgpack.Decoder(Read))
             assert receiver.receive_kv_cache_for_request("r") == (None, 0)
-        assert (receiver.stats.receive_failures, receiver.stats.receive_timeouts) == (1, 0)
         # What it refuses once, it may answer to the next request.
         seq = sequence(21, heads=2, dim=8, block_size=16, num_blocks=4)
         finished = {"r": {"block_ids": seq.block_ids, "seq_len": 21}}

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OmniKVTransferManager`: what is sent, what is received, and what is said of failures."""
 
-import json
 import logging
 import threading
 import time
@@ -67,7 +66,6 @@ def test_a_connector_that_did_not_start_is_tried_again(caplog: pytest.LogCapture
     assert "did not start: no port" in caplog.text
     assert kv.connector is None
     assert kv.connector is None
-    assert kv.stats.connector_failures == 3
     assert kv.connector is connector
 
 
@@ -130,8 +128,6 @@ def test_what_is_sent_is_received() -> None:
         "block_size": 4, "num_layers": 1, "dtype": "auto", "seq_len": 10, "image": [1, 2],
         "_kv_payload_contract": 1,
     }  # fmt: skip
-    assert (sender.stats.sent, sender.stats.sent_bytes) == (1, size)
-    assert (receiver.stats.received, receiver.stats.received_bytes) == (1, size)
     assert sender.time.slept == receiver.time.slept == []
 
 
@@ -164,7 +160,6 @@ def test_send_with_retry() -> None:
     assert send(kv, sequence())
     assert connector.puts == [KEY[2]] * 3
     assert kv.time.slept == [0.1, 0.2]
-    assert (kv.stats.sent, kv.stats.send_retries, kv.stats.send_failures) == (1, 2, 0)
 
 
 def _no_port(extra: dict) -> DictConnector:
@@ -189,7 +184,6 @@ def test_a_failed_send_is_told_and_its_blocks_are_free_all_the_same(
     assert kv.time.slept == [0.1, 0.2]
     assert list(kv.last_failures) == ["r"]
     assert "was not put in 3 tries" in kv.last_failures["r"]
-    assert (kv.stats.sent, kv.stats.send_failures) == (0, 1)
     assert "request r was not sent" in caplog.text
     assert connector.objects == {}
     connector.on_put = None
@@ -237,7 +231,6 @@ def test_one_bad_request_does_not_stop_the_others() -> None:
     assert kv.handle_finished_requests_kv_transfer(finished, caches, 4, "auto") == list(finished)
     assert sorted(kv.last_failures) == ["NaN", "no JSON", "no blocks", "no length", "out of range"]
     assert "block 7 is not one of 7" in kv.last_failures["out of range"]
-    assert (kv.stats.sent, kv.stats.send_failures) == (2, 5)
     assert len(connector.objects) == 2
     assert kv.time.slept == []
 
@@ -382,7 +375,6 @@ def test_a_bad_payload_is_a_failure_at_once(form: str, caplog: pytest.LogCapture
     connector.objects[KEY] = given = BAD[form](sequence())
     assert kv.receive_kv_cache_for_request("r") == (None, 0)
     assert kv.time.slept == []
-    assert (kv.stats.receive_failures, kv.stats.receive_timeouts, kv.stats.received) == (1, 0, 0)
     assert "request r cannot be used" in caplog.text
     if form == "a damaged buffer":
         assert given.released == 1
@@ -396,7 +388,6 @@ def test_receive_timeout(caplog: pytest.LogCaptureFixture) -> None:
     assert kv.time.slept[:7] == [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5]
     assert max(kv.time.slept) == 0.5
     assert len(connector.gets) == len(kv.time.slept) + 1
-    assert (kv.stats.receive_timeouts, kv.stats.received) == (1, 0)
     assert "omni_0_to_1_kv_cache_r" in caplog.text
 
 
@@ -501,7 +492,6 @@ def test_sent_twice_the_newest_is_received() -> None:
     assert send(kv, second)
     data, _ = kv.receive_kv_cache_for_request("r")
     assert torch.equal(_key(data), second.key)
-    assert kv.stats.sent == 2
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -599,7 +589,7 @@ def test_companions_are_collected_after_the_requests_own_cache() -> None:
     assert torch.equal(req.past_key_values.key_cache[0], sequence(seed=1).key)
 
 
-def test_companions_that_cannot_be_collected_are_counted(
+def test_companions_that_cannot_be_collected_are_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kv, req = _multi()
@@ -608,12 +598,10 @@ def test_companions_that_cannot_be_collected_are_counted(
         raise KeyError("text")
 
     assert kv.receive_multi_kv_cache(req, collect) is True
-    assert kv.stats.companion_failures == 1
     assert "companions of request r were not collected" in caplog.text
     for collect_nothing in (lambda *args: None, None):
         assert send(kv, sequence(seed=1))
         assert kv.receive_multi_kv_cache(req, collect_nothing) is True
-    assert kv.stats.companion_failures == 1
 
 
 def test_companions_are_collected_also_where_the_request_has_no_cache() -> None:
@@ -688,7 +676,6 @@ def test_a_request_may_be_extracted_and_sent_by_hand() -> None:
     connector.on_put = lambda: (False, 0, None)
     assert kv.send_kv_cache(data) is False
     assert list(kv.last_failures) == ["r"]
-    assert kv.stats.send_retries == 2
 
 
 def test_one_rank_alone_receives_for_itself() -> None:
@@ -731,7 +718,7 @@ def test_hooks_that_raise_fail_their_request_only() -> None:
     assert not send(kv, sequence())
     assert kv.last_failures == {"r": "KeyError: 'hook'"}
     assert kv.receive_kv_cache_for_request("r") == (None, 0)
-    assert kv.stats.receive_failures == 1
+    assert kv.time.slept == []
 
 
 def test_the_slicer_and_merger_get_and_give_payloads() -> None:
@@ -793,12 +780,11 @@ def test_the_keys_of_many_requests_are_forgotten_in_the_end(
     assert connector.cleaned == ["a", "omni_0_to_1_kv_cache_b", "omni_0_to_1_kv_cache_c"]
 
 
-def test_counters_and_failures_are_json() -> None:
+def test_without_a_connector_a_send_fails_at_once() -> None:
     kv = manager(connector_config=None)
     assert not send(kv, sequence())
     assert kv.time.slept == []
     assert "no connector is configured" in kv.last_failures["r"]
-    assert json.loads(json.dumps([vars(kv.stats), kv.last_failures]))[0]["send_failures"] == 1
 
 
 def test_the_traceback_of_a_start_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -806,7 +792,7 @@ def test_the_traceback_of_a_start_is_logged_once(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING):
         assert kv.receive_kv_cache_for_request("r") == (None, 0)
     records = [record for record in caplog.records if "did not start" in record.message]
-    assert len(records) == kv.stats.connector_failures > 2
+    assert len(records) > 2
     assert [bool(record.exc_info) for record in records] == [True] + [False] * (len(records) - 1)
 
 
@@ -831,9 +817,8 @@ def test_a_connector_that_can_never_start_ends_a_request_at_once(
     assert not send(kv, sequence())
     assert reason in kv.last_failures["r"]
     assert kv.time.slept == []
-    assert (kv.stats.receive_failures, kv.stats.receive_timeouts) == (1, 0)
     # Each request tries once: the name may be registered meanwhile.
-    assert kv.stats.connector_failures == 2
+    assert caplog.text.count("did not start") == 2
 
 
 class Failing(OmniConnector):
@@ -869,7 +854,6 @@ def test_a_refusal_ends_a_wait_and_a_failure_that_may_pass_does_not(
     kv = manager(failing)
     assert kv.receive_kv_cache_for_request("r") == (None, 0)
     assert sum(kv.time.slept) == (0 if ends else pytest.approx(2.0))
-    assert (kv.stats.receive_failures, kv.stats.receive_timeouts) == (ends, not ends)
     assert failing.get("0", "1", "k") is None
     waited = failing.get_with_deadline("0", "1", "k", deadline=time.monotonic() + 0.05)
     assert waited is None

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni_connector.stage.contract import validate
 from omni_connector.stage.payload import DTYPES, KVCacheTransferData
 
 from .payloads import META, equal, header, key, pack, payloads, same
@@ -88,16 +89,16 @@ def _whole(**metadata: object) -> dict[str, object]:
 
 
 def test_a_payload_that_keeps_its_contract_passes() -> None:
-    KVCacheTransferData.validate_payload_contract(_whole(), "r")
-    KVCacheTransferData.validate_payload_contract(_whole(), "r", require_contract=True)
+    validate(_whole(), "r")
+    validate(_whole(), "r", required=True)
 
 
 @pytest.mark.parametrize("metadata", [{}, None, []])
 def test_a_payload_without_contract_passes_unless_one_is_required(metadata: object) -> None:
     bare = _whole() | {"metadata": metadata}
-    KVCacheTransferData.validate_payload_contract(bare, "another")
+    validate(bare, "another")
     with pytest.raises(ValueError, match="removed"):
-        KVCacheTransferData.validate_payload_contract(bare, "r", require_contract=True)
+        validate(bare, "r", required=True)
 
 
 def _layers(**caches: object) -> dict[str, object]:
@@ -131,7 +132,7 @@ def _layers(**caches: object) -> dict[str, object]:
 )  # fmt: skip
 def test_a_payload_that_breaks_its_contract_is_refused(payload: object, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        KVCacheTransferData.validate_payload_contract(payload, "r")
+        validate(payload, "r")
 
 
 RECORDED = json.loads(Path(__file__).with_name("vllm_omni_0_30_payloads.json").read_text())

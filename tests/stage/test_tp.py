@@ -221,7 +221,6 @@ def test_a_slice_for_another_rank_or_other_sizes_is_refused() -> None:
     objects["0", "1", "r_0_0_0_0"] = objects["0", "1", "r_0_0_1_2"]
     receiver = manager(connector, from_tp=2, to_tp=2, tp_rank=0)
     assert receiver.receive_kv_cache_for_request("r") == (None, 0)
-    assert receiver.stats.receive_failures == 1
 
 
 def test_a_part_that_is_missing_is_a_time_out_and_not_a_smaller_cache() -> None:
@@ -230,7 +229,6 @@ def test_a_part_that_is_missing_is_a_time_out_and_not_a_smaller_cache() -> None:
     del connector.objects["0", "1", "r_0_0_2_0"]
     receiver = manager(connector, from_tp=4, to_tp=1, tp_rank=0)
     assert receiver.receive_kv_cache_for_request("r") == (None, 0)
-    assert receiver.stats.receive_timeouts == 1
     # Parts that came are not asked for again.
     assert [key for key, _ in connector.gets].count("r_0_0_0_0") == 1
 

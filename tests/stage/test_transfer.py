@@ -164,7 +164,6 @@ def test_a_receiver_that_gave_up_may_ask_again(shared) -> None:
     assert _received(receiver, "r", timeout=0.05) is None
     assert send(sender, sequence(seed=1))
     assert _received(receiver, "r") == _key(1)
-    assert (receiver.stats.receive_timeouts, receiver.stats.received) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +204,6 @@ def test_a_full_arena_refuses_what_comes_and_drops_nothing(shared) -> None:
         sent.append(f"r{number}")
     assert 1 <= len(sent) < 12
     assert list(sender.last_failures) == [f"r{len(sent)}"]
-    assert sender.stats.send_retries == 2
     for request_id in sent:
         assert _received(receiver, request_id) == big.key.tolist()
     assert _received(receiver, f"r{len(sent)}", timeout=0.1) is None
