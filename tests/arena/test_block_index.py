@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from omni_connector.arena import block_index
+from omni_connector.arena import arena, block_index
 from omni_connector.arena.arena import SEALS, memfd
 from omni_connector.arena.block_index import (
     MAX_SLOTS,
@@ -64,7 +64,7 @@ def test_the_pages_of_random_places_are_there_from_the_start(
 ) -> None:
     """So that no block that is listed waits for the kernel."""
     monkeypatch.setattr(block_index, "_PREFAULTED_BYTES", limit)
-    monkeypatch.setattr(block_index, "overcommit_is_strict", lambda: False)
+    monkeypatch.setattr(arena, "overcommit_is_strict", lambda: False)
     slots = 1000
     with BlockIndex.create(slots, EPOCH) as index:
         allocated = os.fstat(index.fd).st_blocks * 512
