@@ -46,7 +46,6 @@ from omni_connector.objects.manifest import (
     Version,
     manifest_name,
 )
-from omni_connector.objects.progress import progress_of
 from omni_connector.runtime.bounded import BoundedMap
 from omni_connector.transports.mooncake.client import (
     MISSING,
@@ -277,13 +276,10 @@ class MooncakeStoreConnector(OmniConnector):
         sizes = version.fragments
         checksums = np.zeros(len(sizes), np.uint64)
         before: tuple[str, Future[list[int]]] | None = None
-        subject = f"object {version.digest[:8].hex()}"
-        copied = progress_of(logger, "storing", subject, version.length)
         cuts = codec.cut(parts, sizes)
         for index, (name, size, segments) in enumerate(zip(names, sizes, cuts, strict=True)):
             memory = self._staging.take(FRAGMENT_BYTES)
             checksums[index] = _fill(memory[:size], segments)
-            copied(size)
             place = int(memory.ctypes.data)
             # A fragment is copied while the one before is sent. Sending two at a time is slower.
             if before is not None:
@@ -361,8 +357,6 @@ class MooncakeStoreConnector(OmniConnector):
             for start in range(0, len(sizes), _GROUP_FRAGMENTS)
         ]
         started: list[Future[list[int]]] = []
-        subject = f"object {version.digest[:8].hex()}"
-        copied = progress_of(logger, "reading", subject, version.length)
 
         def start(group: range) -> None:
             asked, wanted = [names[i] for i in group], [sizes[i] for i in group]
@@ -385,7 +379,6 @@ class MooncakeStoreConnector(OmniConnector):
                         raise IntegrityError(f"fragment {i} has {code} bytes, not {sizes[i]}")
                     fragment = content[i * version.fragment_bytes :][: sizes[i]]
                     checksums[i] = xxhash.xxh3_64_intdigest(fragment.data)
-                    copied(sizes[i])
             if codec.checksum_of(version.length, checksums) != version.checksum:
                 raise ChecksumError("an object has other bytes than were put")
             return content

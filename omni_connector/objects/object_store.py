@@ -53,7 +53,6 @@ from omni_connector.errors import (
 )
 from omni_connector.objects import codec
 from omni_connector.objects.base import ObjectKey, check_times, objects_of
-from omni_connector.objects.progress import progress_of
 from omni_connector.runtime.shared_work import share_out
 from omni_connector.transports.base import RemoteArena
 
@@ -230,7 +229,6 @@ def read_object(
     content = take(pieces, stored.length + stored.table_bytes)
     source = None if isinstance(arena, RemoteArena) else arena.slots.reshape(-1)
     checksums = np.empty(len(pieces), np.uint64)
-    copied = progress_of(logger, "reading object", digest[:8].hex(), stored.length)
     ends = list(itertools.accumulate(size for _, size in pieces))
 
     def take_up(job: tuple[int, tuple[int, int]]) -> None:
@@ -239,7 +237,6 @@ def read_object(
         if source is not None:
             segment[:] = source[at : at + size]
         checksums[index] = xxhash.xxh3_64_intdigest(segment.data)
-        copied(size)
 
     share_out(take_up, enumerate(pieces), stored.length)
     header = arena.verify(stored.slot, stored.generation)
@@ -556,7 +553,6 @@ class ObjectStore:
     ) -> None:
         content = self._content
         pieces = stored.pieces(content.size)
-        copied = progress_of(logger, "storing", key, stored.length)
         checksums = np.empty(len(pieces), np.uint64)
         if stored.table_bytes:
             parts = [_table_of(stored.runs), *parts]
@@ -573,7 +569,6 @@ class ObjectStore:
                 room[end : end + segment.size] = segment
                 end += segment.size
             checksums[index] = xxhash.xxh3_64_intdigest(room.data)
-            copied(size)
 
         self.arena.begin_write(stored.slot, stored.generation)
         segments = codec.cut(parts, [size for _, size in pieces])
