@@ -6,15 +6,13 @@ connector of `objects`. The receiving stage gets them back as tensors, checked.
 """
 
 from omni_connector.stage.config import OmniKVCacheConfig
-from omni_connector.stage.extract import KVLayout, LayerKV, extract_kv_cache
+from omni_connector.stage.extract import LayerKV
 from omni_connector.stage.manager import OmniKVTransferManager
 from omni_connector.stage.payload import KVCacheTransferData
 
 __all__ = [
     "KVCacheTransferData",
-    "KVLayout",
     "LayerKV",
     "OmniKVCacheConfig",
     "OmniKVTransferManager",
-    "extract_kv_cache",
 ]

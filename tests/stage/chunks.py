@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -272,7 +272,7 @@ def host_of(module: str, root: Path, runtime: Path) -> Iterator[Host]:
     assert process.wait(PATIENCE_S) == 0
 
 
-def _serve(path: str, kind: type) -> None:
+def _serve(path: str, kind: Callable[..., Any]) -> None:
     signal.alarm(_LIFE_S)
     torch.set_num_threads(1)
     connection = Client(path, "AF_UNIX")
@@ -295,11 +295,11 @@ def _serve(path: str, kind: type) -> None:
             stage.close()
 
 
-def fork_stages(kind: type) -> None:
+def fork_stages(kind: Callable[..., Any]) -> None:
     """Fork a process for each line of stdin, once all that they import is loaded.
 
     Args:
-        kind: made in each, with the arguments that its `RemoteStage` has.
+        kind: makes the stage in each, with the arguments that its `RemoteStage` has.
     """
     from omni_connector.stage.vllm_omni import register
 

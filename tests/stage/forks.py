@@ -14,7 +14,7 @@ _STDIN, _STDOUT, _STDERR = range(3)
 
 # A server that has no thread and no socket of ours: each process begins as a fresh one does.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "torch", "torch.distributed", "tests.stage.shared"])
+_context.set_forkserver_preload(["pytest", "torch", "tests.stage.shared"])
 
 
 class Forked:

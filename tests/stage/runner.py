@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of a diffusion stage: vLLM-Omni's own model runner, groups of ranks, and Bagel's pipeline.
+"""Ranks of stages: vLLM-Omni's own model runners, groups of ranks, and Bagel's pipeline.
 
 Bagel's own code chooses the KV of each branch, and vLLM-Omni's own guidance which rank computes
 which branch. Only the transformer is stood in for: what it computes of a branch is the sum of its
 KV.
 
-Run as a module it loads the wheel once, and forks each `Rank` that it is asked for.
+Run as a module it loads the wheel once, and forks each `Rank` and `Sender` that it is asked for.
 """
 
 import datetime
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from ..patience import lengthen_objects
+from .caches import cache_of, sequence
 from .chunks import fork_stages
 from .wheel import make_importable, make_loadable
 
@@ -49,6 +54,8 @@ class Rank:
 
         from omni_connector.stage import OmniKVTransferManager
 
+        # What was sent is found at the first look, however busy the machine is.
+        lengthen_objects(pytest.MonkeyPatch())
         if sizes is None:
             self._meet(rank, 2, meeting)
         else:
@@ -166,6 +173,74 @@ class Rank:
         return OmniDiffusionRequest({"prompt": "a"}, params, request)
 
 
+class Sender:
+    """One rank of an autoregressive stage: vLLM-Omni's own model runner, as far as it sends KV.
+
+    Args:
+        rank, ranks: its tensor-parallel rank, and how many there are.
+        receivers: those of the next stage.
+    """
+
+    def __init__(self, rank: int, ranks: int, receivers: int) -> None:
+        from vllm_omni.worker.gpu_ar_model_runner import GPUARModelRunner
+
+        from omni_connector.stage import OmniKVTransferManager
+
+        role = {"name": "OmniSharedMemoryConnector", "extra": {"role": "sender"}}
+        model = SimpleNamespace(
+            stage_id=0,
+            stage_connector_config=role,
+            omni_kv_config={
+                "connector_config": {"type": "SharedMemoryConnector"}, "need_send_cache": True,
+                "omni_from_stage": "0", "omni_to_stage": "1", "stage_id": 0,
+                "rank_mapping": {"from_tp": ranks, "to_tp": receivers},
+            },
+        )  # fmt: skip
+        parallel = SimpleNamespace(tensor_parallel_size=ranks, rank=rank)
+        runner = object.__new__(GPUARModelRunner)  # without a model
+        runner.kv_transfer_manager = OmniKVTransferManager.from_vllm_config(
+            SimpleNamespace(parallel_config=parallel), model
+        )
+        runner.init_omni_connectors(model, kv_transfer_manager=runner.kv_transfer_manager)
+        runner.execute_model_state = None
+        runner.routed_experts_initialized = False
+        runner.model = None
+        runner.requests, runner.model_intermediate_buffer = {"own": True}, {}
+        runner._prefix_cache_step_begin = lambda output: None
+        runner.recv_full_payload_inputs = self._enough
+        self.runner = runner
+
+    def send(self, request: str, seed: int) -> list[str]:
+        """Finish a request; the ids of those whose blocks are free then."""
+        runner = self.runner
+        # All ranks have one table of blocks.
+        seq = replace(sequence(seed=seed), block_ids=sequence().block_ids)
+        runner.kv_caches = [cache_of(seq, "pair")]
+        runner.cache_config = SimpleNamespace(block_size=seq.block_size, cache_dtype="auto")
+        runner.model_intermediate_buffer = {"own": {"global_request_id": request}}
+        finished = {"own": {"block_ids": seq.block_ids, "seq_len": seq.tokens}}
+        with suppress(_SentError):
+            runner.execute_model(SimpleNamespace(finished_requests_needing_kv_transfer=finished))
+        return list(runner.kv_extracted_req_ids)
+
+    def close(self) -> None:
+        """End its connector."""
+        self.runner.kv_transfer_manager.close()
+
+    @staticmethod
+    def _enough(output: Any) -> None:
+        raise _SentError  # what follows computes
+
+
+class _SentError(Exception):
+    """The runner has sent what it had to."""
+
+
+def stage_of(kind: str, *arguments: Any) -> Any:
+    """A `Rank`, or a `Sender`."""
+    return {"rank": Rank, "sender": Sender}[kind](*arguments)
+
+
 # Connectors of one host ask all senders there.
 _SENDER = {"host": "127.0.0.1", "zmq_port": 50151}
 
@@ -231,9 +306,10 @@ def main(root: str) -> None:
     make_loadable()
     import vllm_omni.diffusion.models.bagel.pipeline_bagel
     import vllm_omni.diffusion.worker.diffusion_model_runner
-    import vllm_omni.model_executor.stage_input_processors.bagel  # noqa: F401
+    import vllm_omni.model_executor.stage_input_processors.bagel
+    import vllm_omni.worker.gpu_ar_model_runner  # noqa: F401
 
-    fork_stages(Rank)
+    fork_stages(stage_of)
 
 
 if __name__ == "__main__":

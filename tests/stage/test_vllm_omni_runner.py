@@ -49,7 +49,7 @@ def ranks(host: Host, tmp_path: Path) -> Iterator[Callable[..., list[RemoteStage
             if rank >= heads:  # vLLM-Omni counts tensor-parallel ranks first
                 own["connector_config"] = {"type": CONNECTORS[whose], "namespace": "nowhere"}
             forked.append(
-                RemoteStage(host, rank, meeting, sizes, whose, own, companions, wait=False)
+                RemoteStage(host, "rank", rank, meeting, sizes, whose, own, companions, wait=False)
             )
         for each in forked:
             each.begun()
@@ -103,6 +103,11 @@ def _sum(seed: int) -> float:
     return round(float(seq.key.double().sum() + seq.value.double().sum()), 4)
 
 
+def _heads(seed: int) -> list[float]:
+    seq = sequence(seed=seed)
+    return (seq.key.double().sum((0, 2)) + seq.value.double().sum((0, 2))).tolist()
+
+
 def _parts(seed: int, heads: int) -> list[Sequence]:
     return [sequence(seed=seed + 10 * rank) for rank in range(heads)]
 
@@ -150,6 +155,25 @@ def test_without_vllm_omnis_groups_rank_0_of_the_world_gives_to_all(
     assert _all(ranks(None), "execute", name) == [[_sum(1), 0.0, _sum(1)]] * 2
 
 
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (2, 1), (2, 2), (1, 2)])
+def test_its_autoregressive_runner_sends_what_its_diffusion_runner_receives(
+    host: Host, ranks: Any, name: str, senders: int, receivers: int
+) -> None:
+    sending = [RemoteStage(host, "sender", rank, senders, receivers) for rank in range(senders)]
+    for rank, each in enumerate(sending):
+        # Its scheduler frees the blocks of these.
+        assert each("send", name, 1 + 10 * rank) == ["own"]
+    stage = ranks((1, receivers, 1), rank_mapping={"from_tp": senders, "to_tp": receivers})
+    found = [each[0] for each in _all(stage, "execute", name)]
+    heads = [_heads(1 + 10 * rank) for rank in range(senders)]
+    shares = len(heads) * 2 // receivers  # each sequence has two heads
+    every = [head for both in heads for head in both]
+    wanted = [sum(every[shares * rank : shares * (rank + 1)]) for rank in range(receivers)]
+    assert found == pytest.approx(wanted, abs=1e-3)
+    for each in sending:
+        each.close()
+
+
 LACKS: dict[str, tuple[list[Any], list[Any]]] = {
     "half": ([sequence(seed=1), None], _parts(2, 2)),
     "the branch of one": (_parts(1, 2), [sequence(seed=2), None]),
@@ -165,7 +189,7 @@ def test_tensor_parallel_ranks_use_what_came_to_all_of_them_or_nothing(
 ) -> None:
     for request, parts in zip((name, f"{name}-text"), LACKS[lack], strict=True):
         sends(request, parts)
-    stage = ranks(sizes, recv_timeout=2.0)
+    stage = ranks(sizes, recv_timeout=0.3)
     companions = {"cfg_text": f"{name}-text"}
     assert _all(stage, "execute", name, companions) == [None] * len(stage)
     sends(f"{name}-next", _parts(1, 2))
@@ -175,7 +199,7 @@ def test_tensor_parallel_ranks_use_what_came_to_all_of_them_or_nothing(
 def test_ranks_that_do_not_agree_would_part(ranks: Any, sends: Any, name: str) -> None:
     """The control of the above."""
     sends(name, [sequence(seed=1), None])
-    stage = ranks((1, 2, 1), recv_timeout=2.0)
+    stage = ranks((1, 2, 1), recv_timeout=0.3)
     _all(stage, "stubborn")
     assert _all(stage, "execute", name) == [[_sum(1), 0.0, _sum(1)], None]
 
