@@ -783,7 +783,7 @@ def loader(half: "OmniWorker") -> Any:
 
 def peer_arenas(half: "OmniWorker") -> Any:
     """Return the arenas of peers that a rank has attached."""
-    return loader(half)._arenas
+    return loader(half).arenas
 
 
 def attached(half: "OmniWorker", endpoints: Sequence[Any]) -> int:
@@ -842,7 +842,7 @@ def exporters(transports: "Transports") -> "Sequence[ArenaTransport]":
 def arenas_attached(half: "OmniWorker") -> int:
     """Return to how many arenas of peers a rank is attached."""
     assert half._caches is not None
-    return len(half._caches.loader._arenas._known)
+    return len(half._caches.loader.arenas._known)
 
 
 def own_objects(connector: "Exchange[Any]") -> "ObjectStore":

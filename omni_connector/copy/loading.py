@@ -93,6 +93,10 @@ class Loader:
         threads: that share one copy.
         own: the arena of this rank and its endpoints; None where it has none.
         pins: has the device read mapped arenas itself; used until `close`.
+
+    Attributes:
+        arenas: those of peers.
+        copies: copies slots of peers' arenas to the own one; None where it has none.
     """
 
     def __init__(
@@ -115,16 +119,16 @@ class Loader:
         pins: Pins | None = None,
     ) -> None:
         self._threads = PeerThreads(context.start, notify)
-        self._arenas = PeerArenas(
+        self.arenas: Final = PeerArenas(
             transports,
             self._threads,
             context,
             own=None if own is None else {own[1]: OwnArena(own[1][0], own[0])},
             pins=pins,
         )
-        self._copies = None
+        self.copies: ArenaCopies | None = None
         if own is not None:
-            self._copies = ArenaCopies(own[0], self._arenas, self._threads, checksum=checksum)
+            self.copies = ArenaCopies(own[0], self.arenas, self._threads, checksum=checksum)
         mapped = batch_blocks(layout, copier.speed)
         self._rank = _Rank(
             copier=copier,
@@ -135,30 +139,17 @@ class Loader:
             plans=LoadPlans(layout, groups, rank, ranks, stripes, shards),
             batches=(batch_blocks(layout), [-(-size // threads) * threads for size in mapped]),
             threads=self._threads,
-            arenas=self._arenas,
+            arenas=self.arenas,
         )
 
     def work(self, job_id: int, spec: LoadSpec, fence: object) -> Work:
         """The body of a job; see `Work`. Blocks that it could not fill are zero when it ends."""
         return _Load(self._rank, job_id, spec, fence).work
 
-    def attach_ahead(self, endpoints: tuple[Endpoint, ...]) -> bool:
-        """See `PeerArenas.attach_ahead`. Any thread may call this."""
-        return self._arenas.attach_ahead(endpoints)
-
-    def keep(self, endpoints: tuple[Endpoint, ...], seconds: float) -> tuple[Endpoint, ...] | None:
-        """See `PeerArenas.keep`. Any thread may call this."""
-        return self._arenas.keep(endpoints, seconds)
-
-    @property
-    def copies(self) -> ArenaCopies | None:
-        """Copies slots of peers' arenas to the own one; None where it has none."""
-        return self._copies
-
     def close(self) -> None:
         """Let go of the peers' arenas. No work may be under way."""
         self._threads.close()
-        self._arenas.close()
+        self.arenas.close()
 
 
 class _Sources:

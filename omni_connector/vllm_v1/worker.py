@@ -382,7 +382,7 @@ class OmniWorker:
         answers: dict[type[msgspec.Struct], Callable[[Any], msgspec.Struct]] = {}
         if self._shares:
             loader = self._caches.loader
-            answers |= attached_ahead(loader.attach_ahead, loader.keep)
+            answers |= attached_ahead(loader.arenas.attach_ahead, loader.arenas.keep)
             if loader.copies is not None:
                 answers |= loader.copies.answers
         if introduces:

@@ -394,12 +394,12 @@ def test_a_load_without_a_lease_waits_for_no_peer(arena: Arena) -> None:
         loads.run()
         assert loads.failures()[job_id] == "peer_unreachable"
     assert not loads.peers.attached
-    assert not loads.loader.attach_ahead((loads.endpoint,))
+    assert not loads.loader.arenas.attach_ahead((loads.endpoint,))
     loads.submit(3, [0], keyed=True)  # it is under way, which is not waited for either
     loads.run()
     assert loads.failures()[3] == "peer_unreachable"
     loads.attach()
-    assert loads.loader.attach_ahead((loads.endpoint,))
+    assert loads.loader.arenas.attach_ahead((loads.endpoint,))
     loads.submit(4, [0], keyed=True)
     loads.run()
     assert loads.failures()[4] is None
@@ -411,7 +411,7 @@ def attached(arena: Arena, request: pytest.FixtureRequest) -> Loads:
     """Loads of a peer whose arena is attached, and is read in place or fetched."""
     loads = Loads(arena)
     loads.peers.supports_mapping = request.param
-    loads.loader.attach_ahead((loads.endpoint,))
+    loads.loader.arenas.attach_ahead((loads.endpoint,))
     loads.attach()
     return loads
 
@@ -448,20 +448,20 @@ def test_an_attempt_ahead_that_fails_is_made_again(arena: Arena) -> None:
     loads = Loads(arena)
     loads.peers.silent = True
     for _ in range(2):
-        assert not loads.loader.attach_ahead((loads.endpoint,))
+        assert not loads.loader.arenas.attach_ahead((loads.endpoint,))
         loads.attach()
     loads.peers.silent = False
-    assert not loads.loader.attach_ahead((loads.endpoint,))
+    assert not loads.loader.arenas.attach_ahead((loads.endpoint,))
     loads.attach()
-    assert loads.loader.attach_ahead((loads.endpoint,))
+    assert loads.loader.arenas.attach_ahead((loads.endpoint,))
     assert loads.peers.attached == 3
-    assert not loads.loader.attach_ahead(())
+    assert not loads.loader.arenas.attach_ahead(())
 
 
 @pytest.mark.parametrize("keyed", [True, False])
 def test_the_own_arena_is_read_in_place(arena: Arena, keyed: bool) -> None:
     loads = Loads(arena, own=True)
-    assert loads.loader.attach_ahead((loads.endpoint,))
+    assert loads.loader.arenas.attach_ahead((loads.endpoint,))
     loads.submit(1, [0, 1], keyed=keyed)
     loads.run()
     assert loads.failures() == {1: None}

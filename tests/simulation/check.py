@@ -20,8 +20,8 @@ _CONTAINERS: Final = (dict, list, set, deque, frozenset)
 # What is kept on purpose, and bounded: caches, what is counted, and what speaks of living peers.
 _KEPT: Final = re.compile(
     r"\._slots\b|\._free\b|\._cached\b|\._by_key\b|\._batches\b|\._plans\b|\._chosen\b"
-    r"|stats\b|\._introduced\b|\._peers\b|\._linked\b|\.poller\._(sockets|unsettled)$|\._arenas\._known\b|\._untold\b"
-    r"|\.pinning\._memories\b|kept\._(prompts|moves)\b|\._copies\._results\b"
+    r"|stats\b|\._introduced\b|\._peers\b|\._linked\b|\.poller\._(sockets|unsettled)$|\.loader\.arenas\._known\b|\._untold\b"
+    r"|\.pinning\._memories\b|kept\._(prompts|moves)\b|\.loader\.copies\._results\b"
     r"|_sessions\._(states|users)\b"
     r"|\._sent\b|\._distrusted\b|\._failures\b|\._?events\b|\._report\.|\._gauges\b"
     r"|\._avoided\b|\._connections\b|\._spare\b|\._status\b|\.pool\._(kept|kept_of)$|\._adapters\b"
