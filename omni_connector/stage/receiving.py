@@ -3,7 +3,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from omni_connector.stage import contract
@@ -16,7 +15,7 @@ def read_payload(received: object) -> dict[str, Any]:
     """The payload in what `get` of a connector returned.
 
     Args:
-        received: packed bytes, in any buffer, array or tensor of bytes; an object whose `tensor`
+        received: packed bytes, in any buffer or tensor of bytes; an object whose `tensor`
             has them, and whose `release` is called once they are copied; or an unpacked payload.
 
     Returns:
@@ -29,8 +28,6 @@ def read_payload(received: object) -> dict[str, Any]:
         return _check_fields(received)
     if isinstance(received, bytes | bytearray | memoryview):
         return KVCacheTransferData.from_bytes(received)
-    if isinstance(received, np.ndarray):
-        return KVCacheTransferData.from_bytes(np.ascontiguousarray(received).data)
     if isinstance(received, torch.Tensor):
         if received.device.type == "cpu" and received.dtype == torch.uint8 and received.dim() == 1:
             return KVCacheTransferData.from_bytes(received.contiguous().numpy().data)

@@ -7,7 +7,6 @@ import time
 from types import SimpleNamespace
 from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
 
@@ -295,7 +294,6 @@ FORMS = {
     "bytes": bytes,
     "bytearray": bytearray,
     "memoryview": memoryview,
-    "array": lambda packed: np.frombuffer(packed, np.uint8),
     "tensor": lambda packed: torch.frombuffer(bytearray(packed), dtype=torch.uint8),
     "strided tensor": lambda packed: torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     .repeat_interleave(2)[::2],

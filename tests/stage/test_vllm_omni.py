@@ -4,8 +4,8 @@
 The package itself cannot be imported beside another vLLM than its own (0.30.0 wants 0.30), and
 would bring plugins into every engine of the environment. So `scripts/fetch_wheels.py` unpacks it
 into a folder of its own, without its dependencies, and of it only the modules of its connectors,
-manager, requests and platforms are loaded, under parent packages that are empty. Its parallel state
-alone needs more, and is stood in for. `VLLM_OMNI_PATH` names a folder where it is unpacked already.
+manager, requests and platforms are loaded (`wheel`). `VLLM_OMNI_PATH` names a folder where it is
+unpacked already.
 """
 
 import json
@@ -23,21 +23,10 @@ from ..masters import Master
 PRELUDE = """
 import json, os, signal, sys, threading, time, traceback, types
 root, runtime, master, engine_port = sys.argv[1:]
-for name in (
-    "vllm_omni", "vllm_omni.distributed", "vllm_omni.distributed.omni_connectors",
-    "vllm_omni.diffusion", "vllm_omni.diffusion.distributed", "vllm_omni.diffusion.sched",
-    "vllm_omni.diffusion.diffusion_kv", "vllm_omni.entrypoints", "vllm_omni.inputs",
-):
-    package = types.ModuleType(name)
-    package.__path__ = [root + "/" + name.replace(".", "/")]
-    sys.modules[name] = package
-
-# It reads YAML with a package that is not here, and is not asked to.
-reading = types.ModuleType("vllm_omni.config.yaml_util")
-reading.to_dict = None
-for module in (types.ModuleType("vllm_omni.config"), reading):
-    module.__path__ = []
-    sys.modules[module.__name__] = module
+from pathlib import Path
+from tests.stage.wheel import make_importable, make_loadable
+make_importable(Path(root))
+make_loadable()
 
 from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorBase
 from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
@@ -515,6 +504,7 @@ def reports(vllm_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         arguments = [vllm_omni, folder, master.address, free_port() - 100]
         done = subprocess.run(
             [sys.executable, "-c", PRELUDE, *map(str, arguments)],
+            cwd=Path(__file__).parents[2],
             input=json.dumps({**ALONE, **pairs, "sender": SENDER, "receiver": RECEIVER}),
             stdout=subprocess.PIPE,
             text=True,
