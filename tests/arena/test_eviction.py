@@ -201,7 +201,7 @@ def test_only_cached_slots_that_are_not_pinned_are_requeued() -> None:
     asked = np.array([cached, pinned, held, reused, filling])
     pool.requeue(asked, pool.generation[asked] - np.array([0, 0, 0, 1, 0]))
     assert np.flatnonzero(pool._order._stamp != stamps).tolist() in ([cached], [])
-    assert not pool._order.here(np.array([held, filling])).any()
+    assert not {held, filling} & set(pool.cached().tolist())
     use(pool, "f")
     use(pool, "g")
     assert [kept(pool, word) for word in "abd"] == [1, 1, 0]
@@ -474,7 +474,7 @@ class PoolMachine(RuleBasedStateMachine):
     def drop(self, numbers: list[int]) -> None:
         held = {slot for each in self.prompts for slot in (*each.slots, *each.filling)}
         asked = np.array(numbers, np.int64)
-        cached = asked[self.pool._order.here(asked)]
+        cached = asked[np.isin(asked, self.pool.cached())]
         keyed = self.pool._keyed.copy()
         assert self.pool.drop(asked) == len(cached)
         assert not held & set(cached.tolist())
@@ -485,7 +485,7 @@ class PoolMachine(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         pool = self.pool
         held = {slot for each in self.prompts for slot in (*each.slots, *each.filling)}
-        cached = set(np.flatnonzero(pool._order.here(np.arange(self.SLOTS))).tolist())
+        cached = set(pool.cached().tolist())
         free = set(pool._free[: pool._num_free].tolist())
         assert not held & (cached | free)
         assert not cached & free

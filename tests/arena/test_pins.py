@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from omni_connector.arena.slot_pool import PIN_PART, SlotPool
+from omni_connector.arena.slot_pool import PIN_PART, Bools, SlotPool
 from omni_connector.testing.clock import FakeClock
 
 
@@ -27,6 +27,9 @@ class PinMachine(RuleBasedStateMachine):
         self.until: dict[int, float] = {}  # when the pin of each pinned slot ends
 
     prompts = st.sampled_from([1, 2, 3])
+
+    def pinned(self) -> Bools:
+        return self.pool.pinned(np.arange(self.SLOTS))
 
     @staticmethod
     def keys(prompt: int, first: int, count: int) -> list[bytes]:
@@ -47,7 +50,7 @@ class PinMachine(RuleBasedStateMachine):
     @rule(prompt=prompts, first=st.integers(0, 9), count=st.integers(1, 9))
     def take(self, prompt: int, first: int, count: int) -> None:
         keys = self.keys(prompt, first, count)
-        pinned = self.pool._order.pinned.copy()
+        pinned = self.pinned()
         taken = self.pool.take([keys], [0])
         if taken is None:
             return
@@ -75,14 +78,14 @@ class PinMachine(RuleBasedStateMachine):
         seconds=st.lists(st.sampled_from([5.0, 50.0]), min_size=9, max_size=9),
     )
     def pin(self, prompt: int, first: int, count: int, seconds: list[float]) -> None:
-        before = self.pool._order.pinned.copy()
+        before = self.pinned()
         slots = self.pool.find(0, self.keys(prompt, first, count))
         ends = self.clock() + np.array(seconds[: len(slots)])
         room = self.SLOTS // PIN_PART - np.count_nonzero(before)
         new = slots[~before[slots]][:room].tolist()
         pinned = [slot for slot in slots.tolist() if before[slot] or slot in new]
         assert self.pool.pin(slots, ends) == len(pinned)
-        assert np.flatnonzero(self.pool._order.pinned & ~before).tolist() == sorted(new)
+        assert np.flatnonzero(self.pinned() & ~before).tolist() == sorted(new)
         for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
             if slot in pinned:
                 self.until[slot] = max(end, self.until[slot] if before[slot] else end)
@@ -90,34 +93,33 @@ class PinMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1, 10, 100]))
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
-        pinned = np.flatnonzero(self.pool._order.pinned).tolist()
+        pinned = np.flatnonzero(self.pinned()).tolist()
         self.pool.end_pins(self.clock())
         stay = [slot for slot in pinned if self.until[slot] > self.clock()]
-        assert np.flatnonzero(self.pool._order.pinned).tolist() == stay
+        assert np.flatnonzero(self.pinned()).tolist() == stay
 
     @rule(prompt=prompts, first=st.integers(0, 9), count=st.integers(1, 9))
     def drop(self, prompt: int, first: int, count: int) -> None:
         slots = self.pool.find(0, self.keys(prompt, first, count))
-        held = slots[self.pool._users[slots] > 0]
+        held = [slot for slot in slots.tolist() if self.pool.any_held(np.array([slot]))]
         assert self.pool.drop(slots) == len(slots) - len(held)
         assert sorted(self.pool.find(0, self.keys(prompt, first, count))) == sorted(held)
 
     @rule()
     def forget(self) -> None:
         self.pool.forget()
-        assert not self.pool._order.pinned.any()
+        assert not self.pinned().any()
 
     @invariant()
     def counts_agree(self) -> None:
         pool = self.pool
         order = pool._order
-        cached = order.here(np.arange(self.SLOTS))
-        assert pool.num_cached == np.count_nonzero(cached)
-        assert pool.num_pinned == np.count_nonzero(cached & order.pinned)
+        cached = pool.cached()
+        assert pool.num_cached == len(cached)
+        assert pool.num_pinned == np.count_nonzero(self.pinned()[cached])
         assert order.num_pins == np.count_nonzero(order.pinned) <= self.SLOTS // PIN_PART
-        assert pool.counts() == (pool._num_free, pool.num_cached, pool.num_pinned)
         assert self.SLOTS - sum(pool.counts()[:2]) == np.count_nonzero(pool._users)
-        assert not order.pinned[pool._free[: pool._num_free]].any()
+        assert not order.pinned[pool._free[: pool.counts()[0]]].any()
 
     def teardown(self) -> None:
         for slots in self.saves:
@@ -128,7 +130,7 @@ class PinMachine(RuleBasedStateMachine):
         free, cached, pinned = self.pool.counts()
         assert (free + cached, pinned) == (self.SLOTS, 0)
         self.pool.forget()
-        assert self.pool._num_free == self.SLOTS
+        assert self.pool.counts()[0] == self.SLOTS
 
 
 TestPins = PinMachine.TestCase

@@ -40,7 +40,7 @@ class ShardMachine(RuleBasedStateMachine):
     def available(self) -> Counter[int]:
         """For each stripe the slots that nobody holds, fills or has pinned."""
         held = {s for user in self.users for _, _, slots in user for s in slots.tolist()}
-        pinned = set(np.flatnonzero(self.pool._order.pinned).tolist())
+        pinned = set(np.flatnonzero(self.pool.pinned(np.arange(self.slots))).tolist())
         return Counter(s % self.STRIPES for s in range(self.slots) if s not in held | pinned)
 
     def begin(self, user: User) -> None:
@@ -75,7 +75,7 @@ class ShardMachine(RuleBasedStateMachine):
         ]
         needs = [int((slots < 0).sum()) for slots in found]
         held = {s for user in self.users for _, _, slots in user for s in slots.tolist()}
-        pinned = self.pool._order.pinned
+        pinned = self.pool.pinned(np.arange(self.slots))
         shared = [s for of in found for s in of.tolist() if s >= 0]
         left = there - Counter(s % self.STRIPES for s in shared if s not in held and not pinned[s])
         fits = sum(needs) <= left.total() and all(
@@ -149,7 +149,7 @@ class ShardMachine(RuleBasedStateMachine):
     def touch_pin_and_end_pins(self, data: st.DataObject) -> None:
         slots = np.array(sorted(data.draw(st.sets(st.integers(0, self.slots - 1)))), np.int64)
         self.pool.touch(slots, self.pool.generation[slots])
-        here = slots[self.pool._order.here(slots)]
+        here = slots[np.isin(slots, self.pool.cached())]
         if len(here) and data.draw(st.booleans()):
             self.pool.pin(here, self.now + 1.0)
         else:

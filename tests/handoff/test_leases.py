@@ -121,23 +121,6 @@ def test_a_prompt_larger_than_the_arena_is_refused_for_good(directory: SlotDirec
     assert directory.usage() == (0, 0, 0)
 
 
-def test_without_room_nothing_is_taken_until_there_is(directory: SlotDirectory) -> None:
-    first = opened(directory, [None] * 6)
-    assert directory.open(prompt(), [[None] * 3]) is None
-    assert directory.usage() == (6, 0, 0)
-    assert directory.open(prompt(), [[None] * 2]) is not None
-    directory.close(first.token)
-    assert directory.open(prompt(), [[None] * 3]) is not None
-
-
-def test_a_failed_open_leaves_the_shared_blocks_evictable(directory: SlotDirectory) -> None:
-    cached(directory, key(1), key(2))
-    opened(directory, [None] * 6)
-    assert directory.open(prompt(), [[key(1), key(3), key(4)]]) is None
-    assert directory.usage() == (6, 2, 0)
-    assert directory.open(prompt(), [[None, None]]) is not None
-
-
 def test_a_shared_prefix_needs_no_copy(directory: SlotDirectory) -> None:
     first = opened(directory, [key(1), key(2), None])
     fill(directory, first)
@@ -149,14 +132,6 @@ def test_a_shared_prefix_needs_no_copy(directory: SlotDirectory) -> None:
     fill(directory, second)
     directory.commit(second)
     assert request_lease(directory, second) is LeaseState.GRANTED
-
-
-def test_a_prefix_of_cached_blocks_alone_needs_no_copy_at_all(directory: SlotDirectory) -> None:
-    there = cached(directory, key(1), key(2))
-    handoff = opened(directory, [key(1), key(2)])
-    assert (slots(handoff), missing(directory, handoff)) == ([there], set())
-    directory.commit(handoff)
-    assert request_lease(directory, handoff) is LeaseState.GRANTED
 
 
 def test_groups_do_not_share_blocks_of_the_same_hash(directory: SlotDirectory) -> None:
@@ -175,43 +150,6 @@ def test_blocks_that_are_being_copied_are_shared(directory: SlotDirectory) -> No
     assert request_lease(directory, second) is LeaseState.GRANTED
     directory.filled(first, [(0, 0)])
     assert directory.copying(second, [(0, 0)]) == []
-
-
-def test_hand_offs_of_one_prompt_share_all_their_slots(directory: SlotDirectory) -> None:
-    asked = prompt(1, 2, 3)
-    first = opened(directory, [key(1), None], [None], asked=asked)
-    second = opened(directory, [key(1), None], [None], asked=prompt(1, 2, 3))
-    assert slots(first) == slots(second)
-    assert first.token != second.token
-    assert directory.usage() == (3, 0, 0)
-    blocks = [(0, 0), (0, 1), (1, 0)]
-    assert directory.copying(first, blocks[:2]) == blocks[:2]
-    assert directory.copying(second, blocks) == blocks[2:]
-    directory.filled(first, blocks[:2])
-    directory.close(first.token)  # its prefill was aborted
-    directory.filled(second, blocks[2:])
-    directory.commit(second)
-    assert request_lease(directory, second) is LeaseState.GRANTED
-    directory.release(second.token, 1)
-    assert directory.usage() == (0, 1, 0)
-
-
-def test_a_copy_that_fails_closes_all_that_wait_for_it(directory: SlotDirectory) -> None:
-    asked = prompt(1, 2, 3)
-    first, second = (opened(directory, [key(1), None], asked=asked) for _ in range(2))
-    other = opened(directory, [key(5)])
-    directory.copying(first, [(0, 0), (0, 1)])
-    directory.commit(second)
-    assert request_lease(directory, second) is LeaseState.GRANTED
-    granted = second.generations[0].tolist()
-    directory.unfilled(first, [(0, 0), (0, 1)])
-    assert first.closed
-    assert second.closed
-    assert not other.closed
-    assert request_lease(directory, second) is LeaseState.UNKNOWN
-    assert directory.usage() == (1, 0, 0)
-    again = opened(directory, [key(1), None], asked=asked)
-    assert all(new > old for new, old in zip(again.generations[0], granted, strict=True))
 
 
 def test_a_copy_of_others_that_fails_closes_all_that_wait_for_it(directory: SlotDirectory) -> None:
@@ -270,102 +208,6 @@ def test_free_slots_go_before_cached_ones_and_low_ones_first(clock: FakeClock) -
     assert directory.usage() == (4, 0, 0)
 
 
-def test_an_evicted_block_is_copied_anew_into_a_new_generation(clock: FakeClock) -> None:
-    directory = SlotDirectory(1, EngineContext(clock), TTL)
-    cached(directory, key(1))
-    first = opened(directory, [key(2)])
-    fill(directory, first)
-    directory.close(first.token)
-    second = opened(directory, [key(1)])
-    assert missing(directory, second) == {(0, 0)}
-    assert second.generations[0][0] == first.generations[0][0] + 1
-
-
-def test_an_open_does_not_evict_the_blocks_that_it_shares(clock: FakeClock) -> None:
-    directory = SlotDirectory(3, EngineContext(clock), TTL)
-    (one,) = cached(directory, key(1))
-    cached(directory, key(2), key(3))
-    handoff = opened(directory, [key(1), key(4), key(5)])
-    assert handoff.slots[0][0] == one
-    assert sorted(handoff.slots[0]) == [0, 1, 2]
-    assert missing(directory, handoff) == {(0, 1), (0, 2)}
-    assert directory.usage() == (3, 0, 0)
-
-
-def test_a_lease_request_is_granted_once_committed_and_each_block_is_at_least_being_copied(
-    directory: SlotDirectory,
-) -> None:
-    handoff = opened(directory, [key(1), None])
-    assert request_lease(directory, handoff) is LeaseState.PENDING
-    assert directory.pending(handoff.token)
-    directory.commit(handoff)
-    assert request_lease(directory, handoff) is LeaseState.PENDING
-    fill_first = [(0, 1)]
-    directory.copying(handoff, fill_first)
-    directory.filled(handoff, fill_first)
-    assert request_lease(directory, handoff) is LeaseState.PENDING
-    assert directory.pending(handoff.token)
-    directory.copying(handoff, [(0, 0)])
-    assert not directory.pending(handoff.token)
-    assert request_lease(directory, handoff) is LeaseState.GRANTED
-    directory.filled(handoff, [(0, 0)])
-    assert request_lease(directory, handoff) is LeaseState.GRANTED
-    assert directory.usage() == (2, 0, 1)
-
-
-def test_a_complete_handoff_that_is_not_committed_waits(directory: SlotDirectory) -> None:
-    handoff = opened(directory, [None])
-    fill(directory, handoff)
-    assert request_lease(directory, handoff) is LeaseState.PENDING
-    assert directory.pending(handoff.token)
-
-
-def test_each_request_is_a_lease_and_the_slots_go_with_the_last(
-    directory: SlotDirectory,
-) -> None:
-    handoff = opened(directory, [None])
-    fill(directory, handoff)
-    directory.commit(handoff)
-    for lease in (1, 2, 1):  # the same request told twice is one
-        assert request_lease(directory, handoff, lease) is LeaseState.GRANTED
-    assert directory.usage() == (1, 0, 2)
-    directory.release(handoff.token, 1)
-    directory.release(handoff.token, 1)
-    directory.release(handoff.token, 3)
-    directory.drop(handoff.token)
-    assert directory.usage() == (1, 0, 1)
-    directory.release(handoff.token, 2)
-    assert directory.usage() == (0, 0, 0)
-    assert request_lease(directory, handoff) is LeaseState.UNKNOWN
-
-
-def test_a_lease_ends_by_itself_and_the_others_go_on(
-    directory: SlotDirectory, clock: FakeClock
-) -> None:
-    handoff = opened(directory, [None])
-    fill(directory, handoff)
-    directory.commit(handoff)
-    request_lease(directory, handoff, 1)
-    clock.advance(TTL / 2)
-    request_lease(directory, handoff, 2)
-    clock.advance(TTL / 2)
-    assert directory.expire() == 0
-    assert directory.usage() == (1, 0, 1)
-    directory.release(handoff.token, 2)
-    assert directory.usage() == (0, 0, 0)
-
-
-def test_what_nobody_will_lease_is_dropped(directory: SlotDirectory) -> None:
-    handoff = opened(directory, [None])
-    directory.drop(handoff.token)
-    assert not handoff.closed  # nobody but its own prefill knows of it yet
-    directory.commit(handoff)
-    directory.drop(handoff.token)
-    directory.drop(handoff.token)
-    assert handoff.closed
-    assert directory.usage() == (0, 0, 0)
-
-
 def test_a_lease_request_for_another_prompt_gets_nothing(directory: SlotDirectory) -> None:
     handoff = directory.open(prompt(1, 2, 3), [[None]])
     assert handoff is not None
@@ -385,125 +227,6 @@ def test_a_lease_request_for_another_prompt_gets_nothing(directory: SlotDirector
     assert request_lease(directory, handoff) is LeaseState.GRANTED
 
 
-def test_a_token_that_is_unknown_or_closed_gets_nothing(directory: SlotDirectory) -> None:
-    handoff = opened(directory, [None])
-    directory.close(handoff.token)
-    assert request_lease(directory, handoff) is LeaseState.UNKNOWN
-    assert not directory.pending(handoff.token)
-    assert not directory.close(handoff.token)
-    assert not directory.close(bytes(TOKEN_BYTES))
-
-
-def test_a_handoff_lives_from_its_commit_and_again_from_its_lease_request(
-    directory: SlotDirectory, clock: FakeClock
-) -> None:
-    handoff = opened(directory, [None])
-    fill(directory, handoff)
-    clock.advance(10 * TTL)
-    assert directory.expire() == 0
-    directory.commit(handoff)
-    clock.advance(TTL - 1)
-    assert directory.expire() == 0
-    assert request_lease(directory, handoff) is LeaseState.GRANTED
-    clock.advance(TTL - 1)
-    assert directory.expire() == 0
-    clock.advance(1)
-    assert directory.expire() == 1
-    assert directory.expire() == 0
-    assert request_lease(directory, handoff) is LeaseState.UNKNOWN
-    assert directory.usage() == (0, 0, 0)
-
-
-def test_a_slot_with_a_copy_in_flight_is_not_handed_out(clock: FakeClock) -> None:
-    directory = SlotDirectory(2, EngineContext(clock), TTL)
-    handoff = opened(directory, [key(1), None])
-    directory.copying(handoff, [(0, 0), (0, 1)])
-    directory.close(handoff.token)
-    assert directory.usage() == (2, 0, 0)
-    assert directory.open(prompt(), [[None]]) is None
-    directory.unfilled(handoff, [(0, 1)])
-    directory.filled(handoff, [(0, 0)])
-    assert directory.usage() == (0, 0, 0)
-
-
-def test_no_copy_may_start_into_the_slots_of_a_closed_handoff(clock: FakeClock) -> None:
-    directory = SlotDirectory(1, EngineContext(clock), TTL)
-    closed = opened(directory, [key(1)])
-    directory.commit(closed)
-    directory.close(closed.token)
-    heir = opened(directory, [key(2)])
-    assert slots(heir) == slots(closed)
-    assert directory.copying(closed, [(0, 0)]) is None
-    directory.close(heir.token)
-    assert directory.usage() == (0, 0, 0)
-
-
-def test_a_hand_off_that_is_leased_late_does_not_keep_later_ones(
-    directory: SlotDirectory, clock: FakeClock
-) -> None:
-    first, second = opened(directory, [None]), opened(directory, [None])
-    for handoff in (first, second):
-        fill(directory, handoff)
-        directory.commit(handoff)
-        clock.advance(10)
-    request_lease(directory, first)
-    clock.advance(TTL - 10)
-    assert directory.expire() == 1
-    assert (first.closed, second.closed) == (False, True)
-    assert directory.usage() == (1, 0, 1)
-
-
-def test_a_lease_that_is_renewed_does_not_keep_later_ones(
-    directory: SlotDirectory, clock: FakeClock
-) -> None:
-    handoff = opened(directory, [None])
-    fill(directory, handoff)
-    directory.commit(handoff)
-    for lease in (1, 2, 1):
-        request_lease(directory, handoff, lease)
-        clock.advance(10)
-    clock.advance(TTL - 20)
-    assert directory.expire() == 0
-    assert list(handoff.leases) == [1]
-    assert directory.usage() == (1, 0, 1)
-
-
-def test_void_drops_what_is_cached(directory: SlotDirectory) -> None:
-    cached(directory, key(1), key(2))
-    assert directory.void() == ([], [])
-    assert directory.usage() == (0, 0, 0)
-    assert missing(directory, opened(directory, [key(1), key(2)])) == {(0, 0), (0, 1)}
-
-
-def test_void_ends_hand_offs_and_sends_readers_away(directory: SlotDirectory) -> None:
-    leased, unleased = opened(directory, [key(1), None]), opened(directory, [key(2)])
-    for handoff in (leased, unleased):
-        fill(directory, handoff)
-        directory.commit(handoff)
-    request_lease(directory, leased)
-    numbers, generations = directory.void()
-    assert numbers == sorted(slots(leased)[0])
-    for number, generation in zip(numbers, generations, strict=True):
-        assert generation > leased.generations[0][slots(leased)[0].index(number)]
-    assert directory.usage() == (0, 0, 0)
-    for handoff in (leased, unleased):
-        assert request_lease(directory, handoff) is LeaseState.UNKNOWN
-    again = opened(directory, [key(1), *[None] * (directory.num_slots - 1)])
-    assert len(missing(directory, again)) == directory.num_slots
-    for number, generation in zip(numbers, generations, strict=True):
-        assert again.generations[0][slots(again)[0].index(number)] > generation
-
-
-def test_void_reaches_the_blocks_that_are_filling(directory: SlotDirectory) -> None:
-    handoff = opened(directory, [key(1), key(2)])
-    directory.copying(handoff, [(0, 0)])
-    directory.void()
-    assert directory.usage() == (1, 0, 0)
-    directory.filled(handoff, [(0, 0)])
-    assert directory.usage() == (0, 0, 0)
-    assert missing(directory, opened(directory, [key(1), key(2)])) == {(0, 0), (0, 1)}
-
-
 # One model block: what a slot holds, told apart by when and for whom it was taken.
 class _Taken:
     def __init__(self, generation: int, key: SlotKey | None, owner: Prompt, epoch: int) -> None:
@@ -518,8 +241,10 @@ class _Taken:
 class DirectoryMachine(RuleBasedStateMachine):
     """The model knows, for each slot number, who took it last and what is in it."""
 
-    handoffs: Bundle[Handoff] = Bundle("handoffs")
     copies: Bundle[tuple[Handoff, list[Block]]] = Bundle("copies")
+    # Those that are open, and the last one that has ended.
+    handoffs = st.runner().flatmap(lambda machine: st.sampled_from(machine.known()))
+    granted = st.runner().flatmap(lambda machine: st.sampled_from(machine.granted_leases()))
 
     @initialize(num_slots=st.integers(1, 8))
     def start(self, num_slots: int) -> None:
@@ -533,6 +258,13 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.leases: dict[bytes, dict[int, float]] = {}
         self.committed: set[bytes] = set()
         self.epoch = 0
+        self.ended: list[Handoff] = []
+
+    def known(self) -> list[Handoff]:
+        return [*self.live.values(), *self.ended[-1:]]
+
+    def granted_leases(self) -> list[tuple[Handoff, int]]:
+        return [(self.live[token], each) for token in self.leases for each in self.leases[token]]
 
     def held(self) -> set[int]:
         return {n for h in self.live.values() for group in slots(h) for n in group}
@@ -551,20 +283,20 @@ class DirectoryMachine(RuleBasedStateMachine):
         return handoff.token in self.committed and all(c.ready or c.busy for c in contents)
 
     def end(self, token: bytes) -> None:
-        if self.live.pop(token, None) is not None:
+        if (ended := self.live.pop(token, None)) is not None:
+            self.ended.append(ended)
             self.leases.pop(token, None)
             for number, taken in list(self.content.items()):
                 if number not in self.held() and not taken.busy and taken.key is None:
                     taken.ready = False
 
     @rule(
-        target=handoffs,
         asked=st.integers(1, 6),
         groups=st.lists(
             st.lists(st.sampled_from([None, 0, 1, 2, 3]), max_size=4), min_size=1, max_size=2
         ),
     )
-    def open(self, asked: int, groups: list[list[int | None]]) -> object:
+    def open(self, asked: int, groups: list[list[int | None]]) -> None:
         keys = [[None if n is None else key(n) for n in dict.fromkeys(group)] for group in groups]
         # A prompt has its blocks, and no other prompt has all of them.
         wanted = prompt(asked, *(0 if k is None else 1 + k[-1] for group in keys for k in group))
@@ -572,7 +304,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         if total > self.directory.num_slots:
             with pytest.raises(ArenaFullError):
                 self.directory.open(wanted, keys)
-            return multiple()
+            return
         taken_before, before = self.held() | self.busy(), self.directory.usage()
         twins = [
             each
@@ -580,13 +312,13 @@ class DirectoryMachine(RuleBasedStateMachine):
             if each.identity == wanted.identity() and list(map(len, each.keys)) == [*map(len, keys)]
         ]
         if not twins and any(h.identity == wanted.identity() for h in self.live.values()):
-            return multiple()  # no such prompt
+            return  # no such prompt
         handoff = self.directory.open(wanted, keys)
         if handoff is None:
             assert self.directory.usage() == before
             assert not twins
             assert total > self.directory.num_slots - len(taken_before) - before[1]
-            return multiple()
+            return
         if twins:
             assert slots(handoff) == slots(twins[0])
         used: set[int] = set()
@@ -608,8 +340,8 @@ class DirectoryMachine(RuleBasedStateMachine):
                     assert taken.key is not None
                     assert taken.key == block_key
         self.live[handoff.token] = handoff
-        return handoff
 
+    @precondition(known)
     @rule(target=copies, handoff=handoffs, data=st.data())
     def copying(self, handoff: Handoff, data: st.DataObject) -> object:
         places = self.places(handoff)
@@ -650,9 +382,10 @@ class DirectoryMachine(RuleBasedStateMachine):
                 assert each.closed
                 self.end(token)
 
-    @rule(handoff=handoffs, then_close=st.booleans())
-    def finish(self, handoff: Handoff, then_close: bool) -> None:
-        """What most hand-offs do: be copied to the end, committed, and maybe released."""
+    @precondition(known)
+    @rule(handoff=handoffs, then=st.sampled_from([1, 2, "wait", "close"]))
+    def finish(self, handoff: Handoff, then: str | int) -> None:
+        """What most hand-offs do: be copied to the end, committed, and maybe leased or closed."""
         if handoff.token not in self.live:
             return
         blocks = self.directory.copying(handoff, self.places(handoff))
@@ -661,9 +394,12 @@ class DirectoryMachine(RuleBasedStateMachine):
         for place in blocks:
             self.block(handoff, place).ready = True
         self.commit(handoff)
-        if then_close:
+        if then == "close":
             self.close(handoff)
+        elif isinstance(then, int):
+            self.request_lease(handoff, True, "tokens", then)
 
+    @precondition(known)
     @rule(handoff=handoffs)
     def commit(self, handoff: Handoff) -> None:
         if handoff.token in self.live and handoff.token not in self.committed:
@@ -671,6 +407,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.committed.add(handoff.token)
             self.deadlines[handoff.token] = self.clock() + TTL
 
+    @precondition(known)
     @rule(
         handoff=handoffs,
         right=st.booleans(),
@@ -703,26 +440,36 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert granted is (handoff if expected is LeaseState.GRANTED else None)
         assert until == (self.clock() + TTL if granted is not None else 0.0)
 
-    @rule(handoff=handoffs, lease=st.integers(1, 3))
-    def release(self, handoff: Handoff, lease: int) -> None:
+    @precondition(granted_leases)
+    @rule(of=granted)
+    def release(self, of: tuple[Handoff, int]) -> None:
+        handoff, lease = of
         self.directory.release(handoff.token, lease)
         leases = self.leases.get(handoff.token, {})
         if leases.pop(lease, None) is not None and not leases:
             assert handoff.closed
             self.end(handoff.token)
 
+    @precondition(granted_leases)
+    @rule(of=granted)
+    def renew(self, of: tuple[Handoff, int]) -> None:
+        handoff, lease = of
+        self.request_lease(handoff, True, "tokens", lease)
+
+    @precondition(known)
     @rule(handoff=handoffs)
     def drop(self, handoff: Handoff) -> None:
         self.directory.drop(handoff.token)
         if handoff.token in self.committed and not self.leases.get(handoff.token):
             self.end(handoff.token)
 
+    @precondition(known)
     @rule(handoff=handoffs)
     def close(self, handoff: Handoff) -> None:
         assert self.directory.close(handoff.token) == (handoff.token in self.live)
         self.end(handoff.token)
 
-    @rule(seconds=st.sampled_from([1.0, TTL / 2, TTL]))
+    @rule(seconds=st.sampled_from([1.0, TTL / 4, TTL / 2, TTL]))
     def wait_and_expire(self, seconds: float) -> None:
         self.clock.advance(seconds)
         late = [t for t in self.live if self.deadlines.get(t, float("inf")) <= self.clock()]
@@ -734,8 +481,10 @@ class DirectoryMachine(RuleBasedStateMachine):
                 if until <= self.clock():
                     del leases[lease]
 
-    @rule()
-    def void(self) -> None:
+    @rule(seldom=st.integers(0, 9))
+    def void(self, seldom: int) -> None:
+        if seldom != 9:
+            return
         leased = {
             number: generation
             for token, handoff in self.live.items()
@@ -752,9 +501,9 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.end(token)
         self.epoch += 1
 
-    @precondition(lambda self: not self.busy())
-    @rule()
-    def close_everything(self) -> None:
+    def teardown(self) -> None:
+        if not hasattr(self, "directory") or self.busy():
+            return
         for token in list(self.live):
             assert self.directory.close(token)
             self.end(token)
@@ -825,3 +574,88 @@ def test_of_two_leases_the_one_that_is_renewed_outlives_the_other(
     clock.advance(TTL / 2)
     assert directory.expire() == 0
     assert list(handoff.leases) == [1]
+
+
+def test_each_request_is_a_lease_and_the_slots_go_with_the_last(
+    directory: SlotDirectory,
+) -> None:
+    handoff = opened(directory, [None])
+    fill(directory, handoff)
+    directory.commit(handoff)
+    for lease in (1, 2, 1):  # the same request told twice is one
+        assert request_lease(directory, handoff, lease) is LeaseState.GRANTED
+    assert directory.usage() == (1, 0, 2)
+    directory.release(handoff.token, 1)
+    directory.release(handoff.token, 1)
+    directory.release(handoff.token, 3)
+    directory.drop(handoff.token)
+    assert directory.usage() == (1, 0, 1)
+    directory.release(handoff.token, 2)
+    assert directory.usage() == (0, 0, 0)
+    assert request_lease(directory, handoff) is LeaseState.UNKNOWN
+
+
+def test_a_lease_ends_by_itself_and_the_others_go_on(
+    directory: SlotDirectory, clock: FakeClock
+) -> None:
+    handoff = opened(directory, [None])
+    fill(directory, handoff)
+    directory.commit(handoff)
+    request_lease(directory, handoff, 1)
+    clock.advance(TTL / 2)
+    request_lease(directory, handoff, 2)
+    clock.advance(TTL / 2)
+    assert directory.expire() == 0
+    assert directory.usage() == (1, 0, 1)
+    directory.release(handoff.token, 2)
+    assert directory.usage() == (0, 0, 0)
+
+
+def test_what_nobody_will_lease_is_dropped(directory: SlotDirectory) -> None:
+    handoff = opened(directory, [None])
+    directory.drop(handoff.token)
+    assert not handoff.closed  # nobody but its own prefill knows of it yet
+    directory.commit(handoff)
+    directory.drop(handoff.token)
+    directory.drop(handoff.token)
+    assert handoff.closed
+    assert directory.usage() == (0, 0, 0)
+
+
+def test_a_handoff_lives_from_its_commit_and_again_from_its_lease_request(
+    directory: SlotDirectory, clock: FakeClock
+) -> None:
+    handoff = opened(directory, [None])
+    fill(directory, handoff)
+    clock.advance(10 * TTL)
+    assert directory.expire() == 0
+    directory.commit(handoff)
+    clock.advance(TTL - 1)
+    assert directory.expire() == 0
+    assert request_lease(directory, handoff) is LeaseState.GRANTED
+    clock.advance(TTL - 1)
+    assert directory.expire() == 0
+    clock.advance(1)
+    assert directory.expire() == 1
+    assert directory.expire() == 0
+    assert request_lease(directory, handoff) is LeaseState.UNKNOWN
+    assert directory.usage() == (0, 0, 0)
+
+
+def test_void_ends_hand_offs_and_sends_readers_away(directory: SlotDirectory) -> None:
+    leased, unleased = opened(directory, [key(1), None]), opened(directory, [key(2)])
+    for handoff in (leased, unleased):
+        fill(directory, handoff)
+        directory.commit(handoff)
+    request_lease(directory, leased)
+    numbers, generations = directory.void()
+    assert numbers == sorted(slots(leased)[0])
+    for number, generation in zip(numbers, generations, strict=True):
+        assert generation > leased.generations[0][slots(leased)[0].index(number)]
+    assert directory.usage() == (0, 0, 0)
+    for handoff in (leased, unleased):
+        assert request_lease(directory, handoff) is LeaseState.UNKNOWN
+    again = opened(directory, [key(1), *[None] * (directory.num_slots - 1)])
+    assert len(missing(directory, again)) == directory.num_slots
+    for number, generation in zip(numbers, generations, strict=True):
+        assert again.generations[0][slots(again)[0].index(number)] > generation

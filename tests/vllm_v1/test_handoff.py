@@ -103,21 +103,6 @@ def test_blocks_that_depend_on_later_tokens_are_nobody_elses(engine, monkeypatch
     assert not set(one.slots[0].tolist()) & set(other.slots[0].tolist())
 
 
-def test_without_prefix_caching_on_either_side(engine, tokens):
-    prefill = engine("kv_producer", prefix_caching=False)
-    decode = engine("kv_consumer", prefix_caching=False)
-    assert hand_off(prefill, decode, prompt(70)) == tokens(prompt(70), 6)
-    assert decode.count("handoffs_received") == 1
-    assert_clean(prefill, decode)
-
-
-def test_sides_that_hash_differently_compare_tokens(engine, tokens):
-    prefill = engine("kv_producer", prefix_caching=True)
-    decode = engine("kv_consumer", prefix_caching=False)
-    assert hand_off(prefill, decode, prompt(70)) == tokens(prompt(70), 6)
-    assert decode.count("handoffs_received") == 1
-
-
 @pytest.mark.parametrize("integrity", ["full", "generation"])
 def test_with_and_without_checksums(engine, tokens, integrity):
     extra = {"integrity": integrity}

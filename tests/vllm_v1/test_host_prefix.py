@@ -175,14 +175,22 @@ def test_an_engine_gets_back_what_its_own_cache_has_evicted(sharer, tokens):
     assert_clean(alone)
 
 
+def make_room(engine, but):
+    """Have other blocks take all slots that are free or cached but so many, and fail."""
+    pool = inspection.pool(engine.half)
+    with pool.lock:
+        number = sum(pool.counts()[:2]) - but
+        slots = pool.keep(0, [b"%032d" % each for each in range(number)], number).slots
+        pool.unfilled(slots)
+        pool.let_go(slots)
+
+
 def test_of_a_prompt_that_is_still_answered_the_end_is_evicted_first(sharer):
     alone = sharer(usable_blocks=256, instant_copies=True)
     request_id = alone.submit(prompt(8 * BLOCK), max_tokens=200)
     alone.run(lambda: alone.usage[1] >= 8)
     assert not alone.done(request_id)
-    pool = inspection.pool(alone.half)
-    with pool.lock:
-        pool._new(pool._num_free + pool.num_cached - 5)
+    make_room(alone, but=5)
     hashes = alone.scheduler.requests[request_id].block_hashes[:8]
     there = [inspection.in_arena(alone.half, 0, each) for each in hashes]
     assert there == [True] * 5 + [False] * 3
@@ -200,9 +208,8 @@ def test_of_prompts_that_are_evicted_the_ends_go_first_in_however_many_steps(sha
     requests = [first.submit(each) for each in asked]
     first.run(lambda: first.done(*requests))
     assert_clean(first)
-    pool = inspection.pool(first.half)
-    with pool.lock:  # as many go as one of them has
-        pool.let_go(pool._new(pool._num_free + pool.num_cached // prompts))
+    cached = first.usage[1]
+    make_room(first, but=cached - cached // prompts)  # as many go as one of them has
     second = sharer(usable_blocks=256, family=family)
     for each in asked:
         publish(second, [*each, 7])

@@ -206,24 +206,6 @@ def test_a_forward_pass_that_dies_leaves_no_slot_that_can_be_read(by_layer):
     assert set(worker.take_report().failed.values()) == {"cancelled"}
 
 
-def test_an_abort_in_the_middle_leaves_nothing_behind(engine, by_layer, tokens):
-    prefill, decode = by_layer("kv_producer", at_once=False), engine("kv_consumer")
-    follow = prefill.runner.layer_computed
-    request_id = prefill.submit(PROMPT, params=HANDOFF)
-
-    def computed(layer):
-        follow(layer)
-        if request_id in prefill.scheduler.requests:
-            prefill.abort(request_id)
-
-    prefill.runner.layer_computed = computed
-    prefill.settle()
-    prefill.runner.layer_computed = follow
-    again = prompt(80, seed=2)
-    assert hand_off(prefill, decode, again) == tokens(again, 6)
-    assert_clean(prefill, decode)
-
-
 def test_a_shutdown_in_the_middle_waits_for_nothing(by_layer):
     prefill = by_layer("kv_producer")
     follow = prefill.runner.layer_computed

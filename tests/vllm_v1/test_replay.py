@@ -10,7 +10,7 @@ from omni_connector.vllm_v1.connector import OmniKVConnector
 from tests import toy
 from tests.toy import BLOCK, REPLAYED
 
-from .harness import assert_clean, hand_off, lose_loads, prompt
+from .harness import assert_clean, hand_off, lose_loads, prompt, require_right_handoffs
 from .stores import PREFIX, QUESTION, publish
 
 pytestmark = [
@@ -53,12 +53,7 @@ def computed(engine):
 def test_a_hand_off_brings_the_window(engine, family, caching):
     options = {"family": family, "prefix_caching": caching}
     prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
-    for number, length in enumerate(LENGTHS, 1):
-        asked = prompt(length)
-        expected = engine(**options).generate(asked, 6).tokens
-        assert hand_off(prefill, decode, asked) == expected
-        assert decode.count("handoffs_received") == number
-    assert_clean(prefill, decode)
+    require_right_handoffs(prefill, decode, engine(**options), LENGTHS)
 
 
 @of_all
@@ -129,11 +124,8 @@ def test_a_prefill_engine_that_computes_the_window_again_hands_it_off(engine, co
 def test_windows_are_handed_off_between_ranks(engine, family, ranks):
     prefill = engine("kv_producer", family=family, ranks=ranks[0])
     decode = engine("kv_consumer", family=family, ranks=ranks[1])
-    for length in (5, REPLAYED, 3 * REPLAYED + 5):
-        asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == engine(family=family).generate(asked, 6).tokens
-    assert decode.count("handoffs_received") == 3
-    assert_clean(prefill, decode)
+    lengths = (5, REPLAYED, 3 * REPLAYED + 5)
+    require_right_handoffs(prefill, decode, engine(family=family), lengths)
 
 
 @of_all
@@ -143,11 +135,8 @@ def test_windows_are_handed_off_between_blocks_of_other_sizes(engine, family, si
         engine(role, family=family, block_size=size, usable_blocks=128)
         for role, size in zip(("kv_producer", "kv_consumer"), sizes, strict=True)
     )
-    for length in (5, REPLAYED, 3 * REPLAYED + 5):
-        asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == engine(family=family).generate(asked, 6).tokens
-    assert decode.count("handoffs_received") == 3
-    assert_clean(prefill, decode)
+    lengths = (5, REPLAYED, 3 * REPLAYED + 5)
+    require_right_handoffs(prefill, decode, engine(family=family), lengths)
 
 
 # Shared prefixes

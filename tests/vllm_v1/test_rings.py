@@ -10,7 +10,7 @@ from omni_connector.vllm_v1.specs import require_supported
 from tests import toy
 from tests.toy import BLOCK, RATIO, RING
 
-from .harness import HANDOFF, assert_clean, hand_off, lose_loads, prompt
+from .harness import HANDOFF, assert_clean, hand_off, lose_loads, prompt, require_right_handoffs
 
 pytestmark = pytest.mark.vllm
 
@@ -30,11 +30,7 @@ def test_every_place_of_the_ring_is_handed_off(engine, family, caching):
     options = {"family": family, "prefix_caching": caching}
     reference = engine(**options)
     prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
-    for length in range(2, 2 * RING + 3):
-        asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == reference.generate(asked, 6).tokens
-    assert decode.count("handoffs_received") == 2 * RING + 1
-    assert_clean(prefill, decode)
+    require_right_handoffs(prefill, decode, reference, range(2, 2 * RING + 3))
 
 
 @of_all
@@ -74,11 +70,8 @@ def test_a_ring_is_loaded_where_the_prefix_is_here(engine, family):
 def test_all_ranks_keep_the_whole_ring(engine, family, ranks):
     prefill = engine("kv_producer", family=family, ranks=ranks[0])
     decode = engine("kv_consumer", family=family, ranks=ranks[1])
-    for length in (5, RING, 3 * RING + 5):
-        asked = prompt(length)
-        assert hand_off(prefill, decode, asked) == engine(family=family).generate(asked, 6).tokens
-    assert decode.count("handoffs_received") == 3
-    assert_clean(prefill, decode)
+    lengths = (5, RING, 3 * RING + 5)
+    require_right_handoffs(prefill, decode, engine(family=family), lengths)
 
 
 @of_all

@@ -177,41 +177,6 @@ def test_the_next_turn_goes_on_within_a_block(engine, shelf, family, ranks, wher
     assert_clean(first, second)
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
-@each_family
-@pytest.mark.values
-def test_an_engine_gets_back_what_its_own_cache_has_evicted(engine, family, ranks):
-    place = Place(engine, {"share": True}, "tokens_kept")
-    alone = place(family=family, ranks=ranks, usable_blocks=64)
-    question = [*prompt(6 * BLOCK), 3]
-    publish(place, alone, question)
-    for seed in range(10):
-        publish(place, alone, prompt(8 * BLOCK, seed=seed))
-    assert ask(place, alone, [*question, *NEW], engine(family=family)) >= 6 * BLOCK
-    assert not alone.failures()
-    assert_clean(alone)
-
-
-@each_family
-def test_a_full_arena_evicts_and_holds_what_it_is_asked_for(engine, family):
-    """More prompts than it has room for: every answer is right, and the last one is found."""
-    place = Place(engine, {"share": True}, "tokens_from_host")
-    options = {"family": family, "ranks": 4, "usable_blocks": 200}
-    first, second = place(**options), place(**options)
-    num_slots = first.directory.num_slots
-    reference = engine(family=family)
-    # Each takes at least nine slots: one for each full block, and one for a state.
-    prompts = [prompt(8 * BLOCK + 9, seed=seed) for seed in range(2 * num_slots // 9)]
-    for each in [*prompts, prompts[-1]]:  # the second time it is kept in any case
-        publish(place, first, each)
-    free, cached, _ = first.directory.pool.counts()
-    assert free + cached == num_slots
-    assert free < num_slots // 2
-    assert ask(place, second, [*prompts[-1], *NEW], reference) >= 8 * BLOCK
-    assert not second.failures()
-    assert_clean(first, second)
-
-
 @pytest.mark.parametrize("sharing", [False, True], ids=["hand-off", "sharing"])
 @each_family
 @pytest.mark.values
