@@ -2,8 +2,9 @@
 """What the sessions of agents have pinned, so that a newer state of a session replaces older ones.
 
 Each request that names a session is a state of it, in the order of their arrival. When one ends,
-pins that an older state asked for and this one did not are over. A request that says `over` is the
-last: all pins of the session end, and the blocks that it was the first to compute are let go.
+pins that an older state asked for and this one did not are over, except on blocks of the prompts of
+requests that run and pin. A request that says `over` is the last: all pins of the session end, and
+the blocks that it was the first to compute are let go.
 
 A session is known by its name and the request's cache salt. It is a hint like others: whoever names
 the session of another client with the same salt ends that one's pins, and gets no block by it.
@@ -58,12 +59,25 @@ class Sessions:
         self._numbers = count()
         self._num_keys = 0
         self._states: OrderedDict[tuple[str | None, str], _State] = OrderedDict()
-        # How many sessions have each block in their newest state.
+        self._running: dict[int, Keys] = {}
+        # How many sessions have each block in their newest state, and how many of the requests that
+        # run have it and pin.
         self._users: Counter[tuple[int, bytes]] = Counter()
 
-    def arrives(self) -> int:
-        """A request arrives that names a session; returns its number."""
-        return next(self._numbers)
+    def arrives(self, pinned: Keys) -> int:
+        """A request arrives that names a session; returns its number.
+
+        Args:
+            pinned: keys of the blocks of its prompt if it asks to pin them, else none.
+        """
+        number = next(self._numbers)
+        self._running[number] = pinned
+        self._users.update(_pairs(pinned))
+        return number
+
+    def leaves(self, number: int) -> None:
+        """A request of this number has ended; nothing changes for its session."""
+        self._lose(self._running.pop(number))
 
     def ended(
         self,
@@ -85,14 +99,17 @@ class Sessions:
             pins: whether it asked to pin its blocks.
             over: whether it is the last of the session.
         """
+        self.leaves(number)
         former = self._states.get(session)
         if former is not None and number < former.number:
             # A newer state has ended before it.
-            self._end_pins(_without(keys, former.keys if former.pins else ()))
+            if pins:
+                self._end_pins(_without(keys, former.keys if former.pins else ()))
             return
         if former is not None:
             self._forget(session)
-            self._end_pins(_without(former.keys, keys if pins and not over else ()))
+            if former.pins:
+                self._end_pins(_without(former.keys, keys if pins and not over else ()))
         if not over:
             begins = found if former is None else former.begins
             self._remember(session, _State(number, keys, begins, pins))
@@ -102,9 +119,8 @@ class Sessions:
 
     def clear(self) -> None:
         """All blocks are void."""
-        self._states.clear()
-        self._users.clear()
-        self._num_keys = 0
+        while self._states:
+            self._forget(next(iter(self._states)))
 
     def _remember(self, session: tuple[str | None, str], state: _State) -> None:
         self._states[session] = state
@@ -115,17 +131,21 @@ class Sessions:
 
     def _forget(self, session: tuple[str | None, str]) -> None:
         state = self._states.pop(session)
-        self._users.subtract(_pairs(state.keys))
-        for pair in _pairs(state.keys):
+        self._lose(state.keys)
+        self._num_keys -= sum(map(len, state.keys))
+
+    def _lose(self, keys: Keys) -> None:
+        self._users.subtract(_pairs(keys))
+        for pair in _pairs(keys):
             if not self._users[pair]:
                 del self._users[pair]
-        self._num_keys -= sum(map(len, state.keys))
 
     def _end_pins(self, keys: Keys) -> None:
         self._stats.count("pins_superseded", self._host.end_session_pins(self._unused(keys)))
 
     def _unused(self, keys: Keys) -> Keys:
-        """Those of these blocks that no other session has in its newest state."""
+        """Those of these blocks that no session has in its newest state, and no request pins that
+        runs."""
         return [[k for k in of if (g, k) not in self._users] for g, of in enumerate(keys)]
 
 

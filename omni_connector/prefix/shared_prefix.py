@@ -166,10 +166,12 @@ class SharedPrefix(Product):
             thoughts=self._thoughts(state.hints),
             opaque=_opaque_parts(request),
         )
-        if state.hints.session and self._sessions is not None:
-            prompt.session_state = self._sessions.arrives()
         self._prompts[prompt] = None
         self.look_up(prompt)
+        if state.hints.session and self._sessions is not None:
+            pins = state.hints.pin_s > 0 and not state.hints.over
+            pinned = [prompt.keys(each) for each in prompt.names] if pins else []
+            prompt.session_state = self._sessions.arrives(pinned)
 
     def _thoughts(self, hints: Hints) -> Thoughts | None:
         """What finds the thoughts in an answer that is kept up to these; None if it is kept."""
@@ -361,17 +363,20 @@ class SharedPrefix(Product):
         self.saves.finish(prompt, blocks_of)
         if self.kept is not None:
             self.kept.note(prompt)
-        if prompt.session_state is not None and blocks_of is not None:
-            self._session_ended(prompt)
+        if prompt.session_state is not None:
+            self._session_ended(prompt, known=blocks_of is not None)
         if self._changes is not None and prompt.lookup is not None:
             for g, held in enumerate(prompt.lookup.held or ()):
                 blocks = list(zip(prompt.names[g], prompt.hashes[g], strict=True))
                 self._changes.looked_up(prompt.request, g, blocks, held.blocks)
 
-    def _session_ended(self, prompt: SharedPrompt) -> None:
-        """A request that names a session has ended."""
+    def _session_ended(self, prompt: SharedPrompt, *, known: bool) -> None:
+        """A request that names a session has ended; `known`: it is known with which weights."""
         assert self._sessions is not None
         assert prompt.session_state is not None
+        if not known:
+            self._sessions.leaves(prompt.session_state)
+            return
         session = prompt.request.cache_salt, prompt.hints.session
         found = prompt.reached or 0
         names = [

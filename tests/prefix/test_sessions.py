@@ -47,13 +47,21 @@ REQUESTS = st.lists(
 def test_pins_are_those_of_the_newest_state_of_each_session(requests, draw) -> None:
     host = Host()
     sessions = Sessions(host, PROCESS_CONTEXT.stats)  # type: ignore[arg-type]
-    numbered = [(sessions.arrives(), *each) for each in requests]
-    draw.shuffle(numbered)
     newest: dict[tuple[str | None, str], tuple[int, list[bytes], bool]] = {}
-    for number, session, branch, pins, over in numbered:
-        keys = blocks(branch)
-        if pins and not over:
-            host.pinned.update(keys)
+    running: dict[int, tuple[tuple[str | None, str], list[bytes], bool, bool]] = {}
+    arriving = list(requests)
+    while arriving or running:
+        if arriving and (not running or draw.random() < 0.5):
+            session, branch, pins, over = arriving.pop()
+            pins = pins and not over
+            keys = blocks(branch)
+            number = sessions.arrives([keys] if pins else [])
+            running[number] = session, keys, pins, over
+            host.pinned.update(keys if pins else [])  # as its blocks fill
+            host.kept.update(keys)
+            continue
+        number = draw.choice(list(running))
+        session, keys, pins, over = running.pop(number)
         host.kept.update(keys)
         sessions.ended(session, number, [keys], [0], pins=pins, over=over)
         former = newest.get(session)
@@ -61,10 +69,13 @@ def test_pins_are_those_of_the_newest_state_of_each_session(requests, draw) -> N
             newest[session] = number, keys, pins
             if over:
                 del newest[session]
-    wanted = {key for _, keys, pins in newest.values() if pins for key in keys}
+        pinning = {key for _, of, pins, _ in running.values() if pins for key in of}
+        wanted = {key for _, of, pins in newest.values() if pins for key in of} | pinning
+        assert wanted <= host.pinned
     used = {key for _, keys, _ in newest.values() for key in keys}
-    assert wanted <= host.pinned <= used
-    assert used <= host.kept
+    assert host.pinned <= used <= host.kept
+    sessions.clear()
+    assert not sessions._users
 
 
 def test_blocks_that_were_there_before_a_session_outlive_it() -> None:
@@ -73,7 +84,7 @@ def test_blocks_that_were_there_before_a_session_outlive_it() -> None:
     first, last = blocks((1, 2, 3)), blocks((1, 2, 3, 4, 5))
     host.kept.update(last)
     for keys, found, over in ((first, 2, False), (last, 3, False), (first[:1], 1, True)):
-        sessions.ended((None, "s"), sessions.arrives(), [keys], [found], pins=False, over=over)
+        sessions.ended((None, "s"), sessions.arrives([]), [keys], [found], pins=False, over=over)
     assert host.kept == set(first[:2])
 
 
@@ -82,10 +93,12 @@ def test_sessions_are_remembered_within_bounds() -> None:
     sessions = Sessions(host, PROCESS_CONTEXT.stats)  # type: ignore[arg-type]
     for number in range(3 * MAX_SESSIONS):
         keys = [b"%d" % number, b"%d/" % number]
-        sessions.ended((None, str(number)), sessions.arrives(), [keys], [0], pins=True, over=False)
+        sessions.ended(
+            (None, str(number)), sessions.arrives([]), [keys], [0], pins=True, over=False
+        )
         assert len(sessions._states) <= MAX_SESSIONS
     assert len(sessions._users) == sessions._num_keys == 2 * MAX_SESSIONS
     long = [b"%d" % i for i in range(4 * MAX_SESSIONS)]
-    sessions.ended((None, "long"), sessions.arrives(), [long], [0], pins=True, over=False)
+    sessions.ended((None, "long"), sessions.arrives([]), [long], [0], pins=True, over=False)
     assert not sessions._states
     assert not sessions._users

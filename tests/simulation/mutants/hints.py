@@ -58,6 +58,15 @@ HINTS: Final = (
         ),
     ),
     mutant(
+        "a newer state of a session ends pins of requests that run",
+        "blocks that a running request of another session pins are not pinned any more",
+        (
+            "prefix.sessions",
+            "self._running[number] = pinned",
+            "self._running[number] = pinned = []",
+        ),
+    ),
+    mutant(
         "a session ends the pins of others",
         "blocks that were pinned by requests without a session are not pinned any more",
         (
