@@ -7,6 +7,7 @@ settings, and asks there where an object is.
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -40,7 +41,6 @@ from omni_connector.objects.peer import (
     ENCODER,
     QUESTIONS,
     Answer,
-    BrokenOffError,
     Find,
     Found,
     Missing,
@@ -66,6 +66,9 @@ _MAX_PEERS: Final = 256
 
 # Most hosts named by requests that are remembered; more than a pipeline has.
 _MAX_NAMED: Final = 1024
+
+# Longest wait for the greeting of a peer that has ended the handshake, in seconds.
+_GREETING_S: Final = 1.0
 
 # Longest wait of `close` for the server's thread, in seconds.
 _CLOSE_S: Final = 5.0
@@ -353,7 +356,7 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
             link = Link(self._context, found, self._key or loopback_key())
         except zmq.ZMQError as error:
             raise PeerUnreachableError(f"{address}: {error}") from error
-        return _TcpLine(address, link)
+        return _TcpLine(address, found, link)
 
     def _may_ask(self, host: str) -> bool:
         # A host that the caller named as its sender is allowed as one of `peers` is.
@@ -369,10 +372,17 @@ class MooncakeTransferEngineConnector(Exchange[HostPort]):
 
 
 class _TcpLine:
-    """A `Line` to an `ObjectServer`."""
+    """A `Line` to an `ObjectServer`.
 
-    def __init__(self, address: HostPort, link: Link) -> None:
+    Args:
+        address: as it was named.
+        found: the same, looked up.
+        link: to it.
+    """
+
+    def __init__(self, address: HostPort, found: HostPort, link: Link) -> None:
         self._address = address
+        self._found = found
         self._link = link
 
     @property
@@ -396,8 +406,8 @@ class _TcpLine:
                 if isinstance(answer, Refusal) or answer.digest == question.digest:
                     return answer
             elif link.monitor in ready and (why := link.why_lost()) is not None:
-                if link.refused:
-                    raise BrokenOffError(why)
+                if link.refused and _greets(self._found, min(left, _GREETING_S)):
+                    raise PeerRefusedError(f"it {why}")
                 raise PeerUnreachableError(f"{self._address} {why}")
         raise PeerUnreachableError(f"no answer from {self._address} before the deadline")
 
@@ -411,6 +421,19 @@ class _TcpLine:
             logger.debug("%s takes no message: %s", self._address, error)
             return False
         return True
+
+
+def _greets(address: HostPort, timeout: float) -> bool:
+    """Whether ZeroMQ listens there: its greeting begins with a byte of ones, before any key.
+
+    A sender that has just ended does not, nor does a proxy before one that has not begun. They take
+    a connection and end it, too.
+    """
+    try:
+        with socket.create_connection((address.host, address.port), timeout) as connection:
+            return connection.recv(1) == b"\xff"
+    except OSError:
+        return False
 
 
 class ObjectServer:

@@ -39,15 +39,6 @@ _READ_BYTES_PER_S: Final = 20e6
 _MAX_UNSENT: Final = 1024
 
 
-# Handshakes that a peer breaks off one after the other until it counts as one with another key. One
-# that just ends breaks off no second one: nobody listens there any more.
-_BROKEN_OFF: Final = 3
-
-
-class BrokenOffError(PeerUnreachableError):
-    """The peer ended the connection before both sides had shown their key."""
-
-
 class Find(msgspec.Struct, frozen=True, tag="find"):
     """Asks for the object whose key has this digest; answered with `Found` or `Missing`."""
 
@@ -125,7 +116,6 @@ class Peer:
         self._turn = threading.Lock()
         self._closed = False
         self._line: Line | None = None
-        self._broken_off = 0
         self._unsent: deque[Read] = deque(maxlen=_MAX_UNSENT)
         self._attaching = threading.Lock()
         self._arena: RemoteArena | None = None
@@ -154,13 +144,6 @@ class Peer:
                 raise PeerRefusedError(f"the peer refuses: {plain(answer.reason[:200])}")
             if answer.digest != digest:
                 raise ProtocolError(f"{self.address} answers another question")
-            self._broken_off = 0
-        except BrokenOffError as error:
-            self._hang_up()
-            self._broken_off += 1
-            if self._broken_off < _BROKEN_OFF:
-                raise
-            raise PeerRefusedError(f"it {error}, each time") from error
         except BaseException:
             self._hang_up()
             raise

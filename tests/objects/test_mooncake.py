@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -285,16 +285,25 @@ def test_who_has_another_key_does_not_wait_for_an_answer(make: Make, tmp_path: P
         receiver.get_or_raise(*EDGE, "key", hint)
 
 
-def test_a_sender_that_ends_has_no_other_key(make: Make) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as ending:
-        hint = {"source_host": "127.0.0.1", "source_port": ending.getsockname()[1]}
-        receiver = make(role="receiver")
-        for _ in range(2):
-            threading.Thread(target=lambda: ending.accept()[0].close()).start()
+def test_who_takes_connections_and_ends_them_has_no_other_key(make: Make) -> None:
+    """As a sender does that ends, and a proxy whose sender has not begun."""
+    receiver = make(role="receiver")
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        port = proxy.getsockname()[1]
+        hint = {"source_host": "127.0.0.1", "source_port": port}
+
+        def end() -> None:
+            with suppress(OSError):
+                while True:
+                    proxy.accept()[0].close()
+
+        ending = threading.Thread(target=end)
+        ending.start()
+        for _ in range(5):
             assert receiver.get_or_raise(*EDGE, "key", hint) is None
-    for _ in range(2):
-        assert receiver.get_or_raise(*EDGE, "key", hint) is None
-    make(zmq_port=hint["source_port"]).put(*EDGE, "key", b"object")
+        proxy.shutdown(socket.SHUT_RDWR)
+        ending.join()
+    make(zmq_port=port).put(*EDGE, "key", b"object")
     assert receiver.get_or_raise(*EDGE, "key", hint) == (b"object", 6)
 
 
