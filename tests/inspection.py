@@ -332,13 +332,6 @@ def shares_prefixes(half: "OmniScheduler") -> bool:
     return half._shared is not None
 
 
-def store_has_answered(half: "OmniScheduler") -> bool:
-    """Whether the store has answered all look-ups of prompts that it was asked for."""
-    assert half._shared is not None
-    lookups = [prompt.lookup for prompt in half._shared._prompts]
-    return all(lookup is None or lookup.held is not None for lookup in lookups)
-
-
 def block_sizes(half: "OmniScheduler") -> tuple[tuple[int, int], ...]:
     """Return for each group how many tokens, and how many of vLLM's hashes, a block has."""
     assert half._shared is not None
@@ -809,19 +802,6 @@ def end_answers(connector: "OmniKVConnector") -> None:
     end = connector._worker._end_answers
     assert end is not None
     end()
-
-
-def watch_void(
-    half: "OmniWorker", replace: Callable[[Any, str, Any], object], told: Callable[[Any], object]
-) -> None:
-    """Tell of each step whether slots are void with it."""
-    start = half._start_void
-
-    def watched(metadata: Any) -> None:
-        told(metadata.void[0])
-        start(metadata)
-
-    replace(half, "_start_void", watched)
 
 
 def transports(half: "OmniWorker") -> "Transports":

@@ -109,14 +109,13 @@ class Answer:
 
 
 class Clock:
-    """The clock of one engine, which a test may put forward, or stop."""
+    """The clock of one engine, which a test may put forward."""
 
     def __init__(self) -> None:
         self.ahead = 0.0
-        self.stopped: float | None = None
 
     def __call__(self) -> float:
-        return (time.monotonic() if self.stopped is None else self.stopped) + self.ahead
+        return time.monotonic() + self.ahead
 
 
 class Lifecycle:
@@ -542,10 +541,6 @@ class InProcessEngine:
             worker.shutdown()
 
     # What a test looks at, and gets hold of
-
-    def stop_time(self) -> None:
-        """Have no time pass for this engine any more, however long it takes."""
-        self._clock.stopped = time.monotonic()
 
     def pass_time(self, seconds: float) -> None:
         """Have so much time passed for this engine, and its threads look what is due by now."""
