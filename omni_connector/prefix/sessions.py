@@ -103,13 +103,11 @@ class Sessions:
         former = self._states.get(session)
         if former is not None and number < former.number:
             # A newer state has ended before it.
-            if pins:
-                self._end_pins(_without(keys, former.keys if former.pins else ()))
+            self._end_pins(_without(keys, former.keys if former.pins else ()))
             return
         if former is not None:
             self._forget(session)
-            if former.pins:
-                self._end_pins(_without(former.keys, keys if pins and not over else ()))
+            self._end_pins(_without(former.keys, keys if pins and not over else ()))
         if not over:
             begins = found if former is None else former.begins
             self._remember(session, _State(number, keys, begins, pins))
