@@ -553,6 +553,14 @@ class SlotPool:
             self.releases += 1
         return len(over)
 
+    def fix_session_pins(self, slot_ids: Ints) -> int:
+        """The pins that these slots have for sessions stay until their time; returns how many."""
+        slot_ids = slot_ids[self.pinned(slot_ids) & (self._session_until[slot_ids] > 0)]
+        until = np.maximum(self._pinned_until[slot_ids], self._session_until[slot_ids])
+        self._pinned_until[slot_ids] = until
+        self._session_until[slot_ids] = 0.0
+        return len(slot_ids)
+
     def hold(self, slot_ids: Ints) -> None:
         """Add a user to slots that are held already."""
         self._users[slot_ids] += 1

@@ -493,25 +493,29 @@ class HostBlocks:
     def end_session_pins(self, keys: Sequence[list[bytes]]) -> int:
         """End the pins that blocks have for sessions, by their keys in each group; returns how many
         slots are not pinned any more."""
-        ended = 0
-        for numbers, of_group in zip(self._slot_groups, keys, strict=True):
-            for number in numbers:
-                with self._pool.lock:
-                    places = self._pool.places(number, of_group)
-                    slots = np.unique(places[places >= 0])
-                    ended += self._pool.end_session_pins(slots, self._clock())
-        return ended
+        return self._each_slot(
+            keys, lambda slots: self._pool.end_session_pins(slots, self._clock())
+        )
+
+    def fix_session_pins(self, keys: Sequence[list[bytes]]) -> None:
+        """The pins that blocks have for sessions, by their keys in each group, end with their time
+        alone."""
+        self._each_slot(keys, self._pool.fix_session_pins)
+
+    def _each_slot(self, keys: Sequence[list[bytes]], change: Callable[[Ints], int]) -> int:
+        """Sum of what `change` returns of the slots of these blocks, under the pool's lock."""
+        changed = 0
+        for number, of_group in self._numbered(keys):
+            with self._pool.lock:
+                changed += change(np.unique(self._pool.find(number, of_group)))
+        return changed
 
     def let_go(self, keys: Sequence[list[bytes]]) -> int:
         """Free the slots of blocks that nobody holds or has pinned, by their keys in each group;
         returns how many."""
-        freed = 0
-        for numbers, of_group in zip(self._slot_groups, keys, strict=True):
-            for number in numbers:
-                with self._pool.lock:
-                    slots = self._pool.find(number, of_group)
-                    freed += self._pool.drop(slots[~self._pool.pinned(slots)])
-        return freed
+        return self._each_slot(
+            keys, lambda slots: self._pool.drop(slots[~self._pool.pinned(slots)])
+        )
 
     def _living(self) -> Sequence[Neighbour]:
         """This engine and its neighbours. Orphans do not count, as they go soon: what is read from

@@ -125,12 +125,15 @@ class Sessions:
         self._users.update(_pairs(state.keys))
         self._num_keys += sum(map(len, state.keys))
         while len(self._states) > MAX_SESSIONS or self._num_keys > self._host.num_slots:
-            self._forget(next(iter(self._states)))
+            forgotten = self._forget(next(iter(self._states)))
+            if forgotten.pins:  # others could not know that these blocks are in use
+                self._host.fix_session_pins(forgotten.keys)
 
-    def _forget(self, session: tuple[str | None, str]) -> None:
+    def _forget(self, session: tuple[str | None, str]) -> _State:
         state = self._states.pop(session)
         self._lose(state.keys)
         self._num_keys -= sum(map(len, state.keys))
+        return state
 
     def _lose(self, keys: Keys) -> None:
         self._users.subtract(_pairs(keys))

@@ -24,7 +24,8 @@ class PinMachine(RuleBasedStateMachine):
         self.pool = SlotPool(self.SLOTS)
         self.saves: list[np.ndarray] = []
         self.handoffs: list[np.ndarray] = []
-        self.until: dict[int, float] = {}  # when the pin of each pinned slot ends
+        # When the pin of each pinned slot ends, that of a request by itself and that of a session.
+        self.until: dict[int, dict[bool, float]] = {}
 
     prompts = st.sampled_from([1, 2, 3])
 
@@ -76,27 +77,50 @@ class PinMachine(RuleBasedStateMachine):
         first=st.integers(0, 9),
         count=st.integers(1, 9),
         seconds=st.lists(st.sampled_from([5.0, 50.0]), min_size=9, max_size=9),
+        sessions=st.lists(st.booleans(), min_size=9, max_size=9),
     )
-    def pin(self, prompt: int, first: int, count: int, seconds: list[float]) -> None:
+    def pin(
+        self, prompt: int, first: int, count: int, seconds: list[float], sessions: list[bool]
+    ) -> None:
         before = self.pinned()
         slots = self.pool.find(0, self.keys(prompt, first, count))
         ends = self.clock() + np.array(seconds[: len(slots)])
         room = self.SLOTS // PIN_PART - np.count_nonzero(before)
         new = slots[~before[slots]][:room].tolist()
         pinned = [slot for slot in slots.tolist() if before[slot] or slot in new]
-        assert self.pool.pin(slots, ends) == len(pinned)
+        of_session = sessions[: len(slots)]
+        assert self.pool.pin(slots, ends, np.array(of_session, bool)) == len(pinned)
         assert np.flatnonzero(self.pinned() & ~before).tolist() == sorted(new)
-        for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
+        for slot, end, whose in zip(slots.tolist(), ends.tolist(), of_session, strict=True):
             if slot in pinned:
-                self.until[slot] = max(end, self.until[slot] if before[slot] else end)
+                until = self.until[slot] if before[slot] else {True: 0.0, False: 0.0}
+                self.until[slot] = until | {whose: max(end, until[whose])}
 
     @rule(seconds=st.sampled_from([1, 10, 100]))
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
         pinned = np.flatnonzero(self.pinned()).tolist()
         self.pool.end_pins(self.clock())
-        stay = [slot for slot in pinned if self.until[slot] > self.clock()]
+        stay = [slot for slot in pinned if max(self.until[slot].values()) > self.clock()]
         assert np.flatnonzero(self.pinned()).tolist() == stay
+
+    @rule(prompt=prompts, first=st.integers(0, 9), count=st.integers(1, 9), fix=st.booleans())
+    def session_ends(self, prompt: int, first: int, count: int, fix: bool) -> None:
+        slots = self.pool.find(0, self.keys(prompt, first, count))
+        before = self.pinned()
+        over = []
+        for slot in slots[before[slots]].tolist():
+            until = self.until[slot]
+            if fix:
+                until[False] = max(until.values())
+            elif until[True] and until[False] <= self.clock():
+                over.append(slot)
+            until[True] = 0.0
+        if fix:
+            self.pool.fix_session_pins(slots)
+        else:
+            assert self.pool.end_session_pins(slots, self.clock()) == len(over)
+        assert np.flatnonzero(before & ~self.pinned()).tolist() == sorted(over)
 
     @rule(prompt=prompts, first=st.integers(0, 9), count=st.integers(1, 9))
     def drop(self, prompt: int, first: int, count: int) -> None:

@@ -128,6 +128,7 @@ class Promises:
         Raises:
             Violation: a hint was not followed.
         """
+        added, self._engine.added = self._engine.added, {}
         if not (self._wishes.looked_at and inspection.shares_prefixes(half)):
             return
         hosts = inspection.shares(half)
@@ -140,11 +141,12 @@ class Promises:
         for request_id, wish, g, keys, since, dropped in late:
             self._asks(half, request_id, wish, g, keys, since, dropped=dropped)
         requests = self._engine.scheduler.requests
+        self._running = added | self._running  # some have come and gone since
         ended = [each for name, each in self._running.items() if name not in requests]
-        self._running = dict(requests)
-        for request_id in requests:
+        for request_id in [*added, *requests]:
             if request_id not in self._numbers:
                 self._numbers[request_id] = next(self._counted)
+        self._running = dict(requests)
         for request in ended:
             self._ends(half, request, hosts)
         for request_id in self._engine.latest:

@@ -117,6 +117,7 @@ class SimulatedEngine(Actor):
         # What `unoccupied.seconds` was when a step began, and when a request arrived.
         self.step_began = 0.0
         self.arrived: dict[str, float] = {}
+        self.added: dict[str, Any] = {}  # requests since its hints were looked at
         self._inputs: deque[Callable[[], object]] = deque()
         self.inputs: dict[str, bytes] = {}  # of requests, beside their tokens
         self._adapters: dict[int, bytes] = {}  # those that were loaded
@@ -295,6 +296,7 @@ class SimulatedEngine(Actor):
                 self._compile(request.structured_output_request, how)
             before = self._offer_refusal()
             self.scheduler.add_request(request)
+            self.added[request_id] = request
             self.offer_refusals[request_id] = before, self._offer_refusal()
 
         self.call(add)

@@ -67,6 +67,11 @@ HINTS: Final = (
         ),
     ),
     mutant(
+        "a session that is forgotten loses its pins",
+        "of more sessions than are remembered the pins end with those of others",
+        ("prefix.sessions", "self._host.fix_session_pins(forgotten.keys)", "pass"),
+    ),
+    mutant(
         "a session ends the pins of others",
         "blocks that were pinned by requests without a session are not pinned any more",
         (
