@@ -3,8 +3,8 @@
 
 vLLM's real scheduler runs in this process with 1, 64 and 256 decoding requests; the model is
 left out (every request gets a token at once). With 256, another run has 32 requests beside them
-that wait for room in a full arena, and another has blocks of 16 tokens, of which answers fill
-some in each step. Each method of the connector that vLLM calls is
+that wait for room in a full arena, and others have blocks of 16 tokens, which the arena keeps when
+an answer ends. Each method of the connector that vLLM calls is
 timed, and the times of a step are added up, for the scheduler half and for the worker half.
 Beside OmniKVConnector stands a connector whose methods do nothing.
 
@@ -50,7 +50,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -158,6 +158,7 @@ class Times:
     worker: list[float] = field(default_factory=list)
     step: list[float] = field(default_factory=list)
     admission: float = 0.0
+    end: float = 0.0
 
 
 Results = dict[tuple[str, Scene], list[Times]]
@@ -352,6 +353,12 @@ def measure(model: Path, connector: str, scene: Scene, steps: int) -> Times:
             raise RuntimeError(f"{len(made.scheduler.running)} requests run, not {running}")
         if len(requests) != running + waiting:
             raise RuntimeError(f"{len(requests) - running} requests wait, not {waiting}")
+        ends = []
+        for name in [each for each in requests if each.startswith("decodes")]:
+            made.scheduler.finish_requests([name], RequestStatus.FINISHED_STOPPED)
+            made.step()  # its copies begin
+            ends.append(1e6 * made.stopwatch.take()[0])
+        times.end = statistics.median(ends)
     return times
 
 
@@ -370,7 +377,7 @@ def figures(times: Times) -> tuple[float, ...]:
     mean, processor = statistics.mean(times.half), statistics.mean(times.processor)
     part = 100 * mean / statistics.mean(times.step)
     slowest, most = p99(times.half), p99(times.processor)
-    return half, mean, slowest, processor, most, worker, step, part, times.admission
+    return half, mean, slowest, processor, most, worker, step, part, times.admission, times.end
 
 
 def row(connector: str, scene: Scene, rounds: Sequence[Times]) -> str:
@@ -400,20 +407,18 @@ def markdown(results: Results, command: str, steps: int) -> str:
         "updating, the connector included; *processor*: what the scheduler half used of it, and "
         "the reading of the clocks around each call; *% of step*: of the means; *worker half*: all "
         "its methods in one step; *admission*: scheduler half for one new request, from its "
-        "arrival to the end of its prefill.",
+        "arrival to the end of its prefill; *end*: scheduler half for one request that ends, and "
+        f"for the step after it. Its answer has {steps} tokens.",
         "",
         f"*256 + {WAITING}*: beside them {WAITING} requests wait for room in a full arena. "
-        "Hand-offs hold all its slots, so blocks that answers fill get none; and each batch of "
-        "them is considered by Python, where machine code would give it slots in one call. "
-        f"Target: {TARGET_US:.0f} µs for the scheduler half in each row. *filling*: there is "
-        f"something to move: blocks of {SMALL} tokens instead of {LARGE}, of which the answers "
-        "fill 16 a step, and which are kept; the threads that copy them run beside it. *pins*: so "
-        "many of the requests pin their blocks. Targets where blocks fill: 30 in the median, 60 in "
-        "the mean, 300 for 99 %.",
+        f"Hand-offs hold all its slots. Target: {TARGET_US:.0f} µs for the scheduler half in each "
+        f"row. *filling*: blocks of {SMALL} tokens instead of {LARGE}, so that each answer has "
+        f"{steps // SMALL} or {steps // SMALL + 1}, which are kept when it ends. *pins*: so many "
+        "of the requests pin their blocks.",
         "",
         "| connector | running | scheduler half | its mean | 99 % | processor: mean | 99 % "
-        "| worker half | step | % of step | admission |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| worker half | step | % of step | admission | end |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     lines += [row(*key, times) for key, times in results.items()]
     if rounds > 1:

@@ -7,6 +7,7 @@ leased. A reader notices by generation and key that a block was evicted before i
 
 import math
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -224,9 +225,9 @@ class HostBlocks:
         self._max_busy = max(self._most_shards, self.num_slots // _BUSY_PART)
         self._block_sizes = [shape.block_size for shape in groups]
         self.keeping: dict[int, KeepSpec] = {}
-        # Finished requests: the jobs that may still save their blocks, and the tags of the blocks,
-        # the last tokens first.
-        self._over: list[tuple[set[int], Tags]] = []
+        # Finished requests: the last of the jobs that may still save their blocks, and the tags of
+        # the blocks, the last tokens first.
+        self._over: deque[tuple[int, Tags]] = deque()
 
     def find(
         self,
@@ -603,21 +604,17 @@ class HostBlocks:
             pairs = zip(tags, sizes, strict=True)
             ends = np.concatenate([size * np.arange(1, len(each) + 1) for each, size in pairs])
             last_first = np.concatenate(tags)[np.argsort(-ends, kind="stable")]
-        self._over.append((set(self.keeping), last_first))
+        self._over.append((next(reversed(self.keeping), 0), last_first))
         if not self.keeping:
             self._put_in_order()
 
     def _put_in_order(self) -> None:
+        oldest = next(iter(self.keeping), None)  # their numbers ascend
         over: list[Tags] = []
-        waiting = []
-        for jobs, tags in self._over:
-            if jobs & self.keeping.keys():
-                waiting.append((jobs, tags))
-            else:
-                over.append(tags)
+        while self._over and (oldest is None or self._over[0][0] < oldest):
+            over.append(self._over.popleft()[1])
         if not over:
             return
-        self._over = waiting
         slots, generations = self._own.index.find(np.concatenate(over))
         places = np.flatnonzero(slots >= 0)
         if len(over) > 1:  # a slot of several requests: it has its place by the last of them
