@@ -464,6 +464,8 @@ class PrefixSaves:
     def _keep_waiting(self, saves: dict[int, TransferSpec], host: HostBlocks) -> None:
         """Copy waiting blocks, as many as there is room for."""
         left = room = min(_AT_ONCE, self._room(host))
+        if not room and not isinstance(self._waiting[0], SharedPrompt):
+            return  # in most steps while copies are under way
         now: list[list[FilledBlocks]] = [[] for _ in self._groups]
         over: list[SharedPrompt] = []
         while self._waiting and (left or isinstance(self._waiting[0], SharedPrompt)):

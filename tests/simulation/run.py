@@ -129,7 +129,6 @@ def told(plan: Plan) -> tuple[Failure | None, tuple[str, ...]]:
         try:
             jobs.BATCH_BYTES = plan.piece_bytes  # type: ignore[misc]
             slot_pool.PIN_PART = plan.pin_part  # type: ignore[misc]
-            neighbours.ORPHAN_S = ORPHAN_S  # type: ignore[misc]
             for module, name, made in _NATIVE:
                 setattr(module, name, made if plan.native else _nothing)
             cluster = Cluster(plan)
@@ -455,6 +454,7 @@ def laboratory() -> Iterator[None]:
     patched: list[tuple[Any, str, Any]] = [
         (jobs, "BATCH_BYTES", 1),
         (slot_pool, "PIN_PART", slot_pool.PIN_PART),
+        (neighbours, "ORPHAN_S", ORPHAN_S),
         (arena, "_MANY", 0),  # loads are of few blocks
         *_NATIVE,
         (store_jobs, "_MAX_ROWS", 2),
