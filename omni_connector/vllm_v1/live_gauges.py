@@ -14,18 +14,22 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
 
 from omni_connector.errors import OmniError
 from omni_connector.net.runtime import namespace_dir
-from omni_connector.net.status import SIGN_OF_LIFE_S, read
+from omni_connector.net.status import SIGN_OF_LIFE_S, EngineStatus, read_each, read_file
 
 logger = logging.getLogger("vllm.omni_connector.status")
 
 POLL_S: Final = 0.5
 """Seconds between two looks. With the engine's own delay the gauges are at most a second old."""
+
+_SLOW_POLL_S: Final = 5.0
+"""Seconds between two looks while no engine of this server has a file: it starts, or is remote."""
 
 
 class SettableGauge(Protocol):
@@ -48,6 +52,8 @@ class LiveGauges:
         self._namespace = namespace
         self._gauges = gauges
         self._stepped: dict[str, float] = {}
+        # Of the engines of this server; the host may have many others.
+        self._files: dict[str, Path] = {}
 
     def start(self) -> threading.Thread:
         """Refresh them from now on, until this object is collected or the process ends."""
@@ -59,21 +65,41 @@ class LiveGauges:
         thread.start()
         return thread
 
-    def refresh(self) -> None:
-        """Set the gauges of each engine whose file is newer than its last step."""
+    def refresh(self) -> bool:
+        """Set the gauges of each engine whose file is newer than its last step; returns whether
+        any has a file."""
+        if self._gauges.keys() - self._files.keys():
+            self._search()
+        for engine_id, path in list(self._files.items()):
+            try:
+                engine = read_file(path)
+            except (OSError, ValueError):
+                engine = None
+            if engine is None or engine.engine_id != engine_id:
+                del self._files[engine_id]
+            else:
+                self._show(engine)
+        return bool(self._files)
+
+    def _search(self) -> None:
+        """Find the files of the engines. An engine keeps its file until it ends."""
         try:
-            found, _ = read(namespace_dir(self._namespace))
+            found, _ = read_each(namespace_dir(self._namespace))
         except (OmniError, OSError):  # no engine has made the folder yet
             return
-        for engine in found:
-            older = self._stepped.get(engine.engine_id, 0.0) - engine.written
-            # A file that is older by more than an engine's silence shows a clock that was set back.
-            if 0 < older < SIGN_OF_LIFE_S:
-                continue
-            values = msgspec.structs.asdict(engine.usage) | engine.service.gauges
-            values |= {"pinned_bytes": engine.pinned_bytes, "unpinned_bytes": engine.unpinned_bytes}
-            for name, gauge in self._gauges.get(engine.engine_id, {}).items():
-                gauge.set(values[name])
+        for path, engine in found.items():
+            if engine.engine_id in self._gauges:
+                self._files[engine.engine_id] = path
+
+    def _show(self, engine: EngineStatus) -> None:
+        older = self._stepped.get(engine.engine_id, 0.0) - engine.written
+        # A file that is older by more than an engine's silence shows a clock that was set back.
+        if 0 < older < SIGN_OF_LIFE_S:
+            return
+        values = msgspec.structs.asdict(engine.usage) | engine.service.gauges
+        values |= {"pinned_bytes": engine.pinned_bytes, "unpinned_bytes": engine.unpinned_bytes}
+        for name, gauge in self._gauges[engine.engine_id].items():
+            gauge.set(values[name])
 
     def step(self, engine_id: str, taken: float) -> None:
         """A step has set the gauges of an engine: what its file said before no longer counts.
@@ -90,9 +116,10 @@ def _keep(reference: "weakref.ref[LiveGauges]", collected: threading.Event) -> N
         gauges: Any = reference()
         if gauges is None:
             return
+        found = False
         try:
-            gauges.refresh()
+            found = gauges.refresh()
         except Exception:
             logger.exception("The gauges of idle engines could not be set; it is tried again")
         del gauges  # or nobody could collect it
-        collected.wait(POLL_S)
+        collected.wait(POLL_S if found else _SLOW_POLL_S)

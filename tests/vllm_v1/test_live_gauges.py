@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram  # noqa: E402
 
+from omni_connector.net import status  # noqa: E402
 from omni_connector.net.runtime import runtime_dir  # noqa: E402
 from omni_connector.net.status import (  # noqa: E402
     SIGN_OF_LIFE_S,
@@ -106,6 +107,30 @@ def test_a_file_from_before_the_step_changes_nothing(
     assert told.value == 2
 
 
+def test_a_server_reads_no_files_of_others_once_its_own_is_found(
+    engine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+
+    def counted(path: Path) -> status.EngineStatus | None:
+        read.append(path)
+        return read_file(path)
+
+    read_file = status.read_file
+    monkeypatch.setattr(status, "read_file", counted)
+    monkeypatch.setattr(live_gauges, "read_file", counted)
+    for name in ("a", "other", "third"):
+        engine(name, leases=3)
+    told = Told()
+    gauges = LiveGauges("default", {"a": {"leases": told}})
+    gauges.refresh()
+    assert told.value == 3
+    read.clear()
+    engine(leases=4)
+    gauges.refresh()
+    assert (told.value, len(read)) == (4, 1)
+
+
 def test_an_engine_that_starts_anew_is_found(engine: Callable[..., None]) -> None:
     told = Told()
     gauges = LiveGauges("default", {"a": {"leases": told}})
@@ -134,7 +159,7 @@ def unregistered() -> Iterator[None]:
 def test_the_metrics_of_an_idle_server_are_right(
     engine: Callable[..., None], ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_gauges, "POLL_S", 0.05)
+    monkeypatch.setattr(live_gauges, "_SLOW_POLL_S", 0.05)
     transfer = SimpleNamespace(engine_id="a", kv_role="kv_both", kv_connector_extra_config={})
     config: Any = SimpleNamespace(
         kv_transfer_config=transfer, parallel_config=SimpleNamespace(data_parallel_size=ranks)
@@ -159,7 +184,7 @@ def test_the_metrics_of_an_idle_server_are_right(
 def test_the_thread_ends_with_the_metrics(
     engine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_gauges, "POLL_S", 0.01)
+    monkeypatch.setattr(live_gauges, "_SLOW_POLL_S", 0.01)
     gauges = LiveGauges("default", {"a": {}})
     thread = gauges.start()
     del gauges

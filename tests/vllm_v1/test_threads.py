@@ -363,7 +363,7 @@ def _watch(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @case("omni-live-gauges")
 def _gauges(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omni_connector.vllm_v1.live_gauges.POLL_S", 0.001)
+    monkeypatch.setattr("omni_connector.vllm_v1.live_gauges._SLOW_POLL_S", 0.001)
     gauges = LiveGauges("default", {})
     look = FailsOnce(None)
     monkeypatch.setattr(gauges, "refresh", look)
