@@ -95,6 +95,16 @@ def test_blocks_that_were_there_before_a_session_outlive_it() -> None:
     assert host.kept == set(first[:2])
 
 
+def test_pins_of_a_session_that_is_forgotten_are_not_ended_by_another() -> None:
+    host = Host(num_slots=3)
+    sessions = Sessions(host, PROCESS_CONTEXT.stats)  # type: ignore[arg-type]
+    shared, other = blocks((1, 2)), blocks((3,))
+    host.pinned.update(shared)
+    for name, keys in (("forgotten", shared), ("a", shared), ("a", other)):
+        sessions.ended((None, name), sessions.arrives([]), [keys], [0], pins=True, over=False)
+    assert set(shared) <= host.pinned
+
+
 def test_sessions_are_remembered_within_bounds() -> None:
     host = Host(num_slots=3 * MAX_SESSIONS)
     sessions = Sessions(host, PROCESS_CONTEXT.stats)  # type: ignore[arg-type]
