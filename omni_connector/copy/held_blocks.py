@@ -210,6 +210,14 @@ class CopyLedger:
         """Tell the workers to stop jobs that nobody wants any more; they end all the same."""
         self.revoked.update(job_id for job_id in job_ids if job_id in self._jobs)
 
+    def withdraw(self, job_id: int) -> None:
+        """End a job of which no worker was told, as cancelled. It copies nothing: one that is
+        revoked may end well before the workers hear of that."""
+        job = self._jobs.pop(job_id)
+        self.revoked.discard(job_id)
+        self._let_go(job)
+        job.end(CANCELLED)
+
     def take_revoked(self) -> list[int]:
         """Jobs that were revoked since the last call, and have not ended."""
         revoked = sorted(self.revoked)

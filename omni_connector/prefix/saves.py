@@ -527,7 +527,7 @@ class PrefixSaves:
     def blocks_void(self, block_ids: Set[int]) -> None:
         """These KV blocks hold what no model has computed: keep and store none of them."""
         self._leave_out(block_ids)
-        for job_id in self._under_way:
+        for job_id in list(self._under_way):
             if not block_ids.isdisjoint(self._ledger.blocks_of([job_id])):
                 self._void(job_id)
 
@@ -535,11 +535,15 @@ class PrefixSaves:
         """Full blocks may hold other KV than that they are named after: keep none that waits or is
         being copied."""
         self.suspend()
-        for job_id in self._under_way:
+        for job_id in list(self._under_way):
             self._void(job_id)
 
     def _void(self, job_id: int) -> None:
         self._under_way[job_id] = False  # it may end before it can be stopped
+        for jobs in (self.queued, *(each for _, each in self._unsure)):
+            if jobs.pop(job_id, None) is not None:  # others find at once what a store has
+                self._ledger.withdraw(job_id)
+                return
         self._ledger.revoke([job_id])
 
     def _leave_out(self, block_ids: Set[int]) -> None:
@@ -801,7 +805,6 @@ class PrefixSaves:
                 self._unsure.append((steps - 1, jobs))
                 continue
             self.queued |= jobs
-            self._ledger.revoke(job_id for job_id in jobs if not self._under_way[job_id])
 
     def _stored(
         self,

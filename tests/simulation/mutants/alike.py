@@ -12,6 +12,15 @@ ALIKE: Final = (
         ("vllm_v1.scheduler", "if replaced is not None:", "if replaced is Replaced.IN_USE:"),
     ),
     mutant(
+        "a void copy is told the workers",
+        "a copy of what another adapter has computed begins, and is cancelled too late",
+        (
+            "prefix.saves:PrefixSaves._void",
+            "if jobs.pop(job_id, None) is not None:",
+            "if False:",
+        ),
+    ),
+    mutant(
         "what waits stays where an adapter was replaced",
         "only copies that are on their way are void",
         ("prefix.saves:PrefixSaves.distrust", "self.suspend()", ""),

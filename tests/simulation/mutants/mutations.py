@@ -201,7 +201,11 @@ OWN: Final = (
     mutant(
         "references are kept",
         "blocks of a failed job are not given back",
-        ("copy.held_blocks", "self._let_go(job)", "job.failure or self._let_go(job)"),
+        (
+            "copy.held_blocks:CopyLedger.report",
+            "self._let_go(job)",
+            "job.failure or self._let_go(job)",
+        ),
     ),
     mutant(
         "given back twice",
