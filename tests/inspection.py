@@ -661,6 +661,11 @@ def copies_under_way(half: "OmniScheduler") -> bool:
     return bool(half._ledger)
 
 
+def last_started(half: "OmniWorker") -> int:
+    """Return the highest number of a copy job that this rank was told of."""
+    return half._last_started
+
+
 def stripe(half: "OmniWorker") -> tuple[int, int]:
     """Return which of how many stripes of the slots a rank has; (0, 1) where each has all slots."""
     assert half._caches is not None

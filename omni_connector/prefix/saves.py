@@ -538,6 +538,13 @@ class PrefixSaves:
         for job_id in list(self._under_way):
             self._void(job_id)
 
+    def withdraw(self) -> None:
+        """Give up the copies that no worker was told of: a step would start them, and none comes
+        while somebody waits for the engine's copies to end."""
+        for jobs in (self.queued, *(each for _, each in self._unsure)):
+            for job_id in list(jobs):
+                self._void(job_id)
+
     def _void(self, job_id: int) -> None:
         self._under_way[job_id] = False  # it may end before it can be stopped
         for jobs in (self.queued, *(each for _, each in self._unsure)):

@@ -618,13 +618,15 @@ class OmniScheduler:
 
     def settle(self, copies: Callable[[], CopiesOfRanks]) -> None:
         """Wait until no copy of any rank touches KV blocks any more, where that alone blocks a
-        reset; see `CopyLedger.settle`.
+        reset; see `CopyLedger.settle`. Those that wait for a step are not made.
 
         Args:
             copies: makes what asks the ranks.
         """
         if not self._ledger.holds_alone:
             return
+        if self._shared is not None:
+            self._shared.saves.withdraw()
         try:
             ranks = copies()
         except OmniError as error:

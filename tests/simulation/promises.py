@@ -282,7 +282,7 @@ class Promises:
         for key, tag, kept in zip(keys, tags, here, strict=True):
             if tag not in self._pinned:
                 refused += whole and kept and not (excused and dropped is not None)
-            else:
+            elif not dropped:  # else it may be pinned for another request alone
                 beginning = self._beginnings[inspection.first_number(half, group)]
                 name = beginning + key[:_HASH_BYTES]
                 pin = self._pins.setdefault(name, _Pin(tag))

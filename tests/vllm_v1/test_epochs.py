@@ -183,11 +183,17 @@ SHARES = {"share": True}
 
 
 @pytest.mark.parametrize("family", ["full", "all three"])
-def test_a_reset_waits_for_the_copies_of_all_ranks(engine, family):
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_reset_waits_for_the_copies_of_all_ranks(engine, family, goes_on):
+    """And for none that waits for a step: of a request that has just ended, the last blocks."""
     sharer = engine("kv_both", ranks=2, family=family, extra=SHARES)
     held = sharer.hold(saves=True)  # of one rank
     request_id = sharer.submit(PROMPT, max_tokens=30)
-    sharer.run(lambda: held.waiting.is_set() and len(sharer.answers[request_id].tokens) > 2)
+    if goes_on:
+        sharer.run(lambda: len(sharer.answers[request_id].tokens) > 2)
+    else:
+        sharer.run(lambda: sharer.done(request_id))
+    wait(held.waiting.is_set)
     assert sharer.half.copying()
     opener = threading.Timer(0.1, held.open)
     opener.start()

@@ -518,6 +518,11 @@ class SimulatedEngine(Actor):
         return bool(self._inputs or self._aborts)
 
     @property
+    def steps_to_execute(self) -> int:
+        """How many steps the workers have yet to hear of."""
+        return len(self._scheduled)
+
+    @property
     def idle(self) -> bool:
         """Whether a pause is complete, as `EngineCore` sees it, which looks between two steps."""
         in_a_step = self in self.world.acting or self._scheduled or self._executed
@@ -601,11 +606,19 @@ class SimulatedRankCopies:
     """Says which copies of an engine have ended, as its ranks' sockets would; see `RankCopies`."""
 
     def __init__(self, engine: SimulatedEngine) -> None:
+        self._engine = engine
         self._halves = engine.halves[1:]
 
     def ended(self, job_ids: Collection[int]) -> set[int] | None:
         """Those of these jobs that have ended on every rank; None if there are none, as no copy
-        goes on while somebody waits here."""
+        goes on while somebody waits here.
+
+        Raises:
+            Violation: no rank was told of one, so none can end it.
+        """
+        last = max(map(inspection.last_started, self._halves))
+        if max(job_ids) > last and not self._engine.steps_to_execute:
+            raise Violation("never_ends", "a reset waits for a copy that waits for a step")
         ended = set(job_ids).intersection(*(half.ended(job_ids) for half in self._halves))
         return ended or None
 

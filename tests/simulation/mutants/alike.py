@@ -21,6 +21,11 @@ ALIKE: Final = (
         ),
     ),
     mutant(
+        "a reset waits for what waits for a step",
+        "the last blocks of a request that has just ended keep a reset from being made",
+        ("vllm_v1.scheduler:OmniScheduler.settle", "self._shared.saves.withdraw()", "pass"),
+    ),
+    mutant(
         "what waits stays where an adapter was replaced",
         "only copies that are on their way are void",
         ("prefix.saves:PrefixSaves.distrust", "self.suspend()", ""),
