@@ -17,14 +17,13 @@ import errno
 import fcntl
 import mmap
 import os
-import struct
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from omni_connector.arena.format import (
     EPOCH_BYTES,
@@ -37,7 +36,6 @@ from omni_connector.arena.format import (
     PublishedSlots,
     SlotHeader,
     SlotState,
-    state_of,
     states_of,
 )
 from omni_connector.arena.pinning import PinnedMemory, Pins
@@ -63,13 +61,23 @@ MFD_NOEXEC_SEAL: Final = 0x0008
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
 _WORDS: Final = HEADER_BYTES // 8
-_KEY_WORDS: Final = struct.Struct(f"={MAX_KEY_BYTES // 8}Q")
 
 _MANY: Final = 8
 """Slots from which on it takes less time to look at all headers at once."""
 
 
 _barrier_lock = threading.Lock()
+
+
+def _u64s(what: str, values: ArrayLike) -> NDArray[np.uint64]:
+    """These values `(n,)`, of which there may be one by itself, as they stand in headers."""
+    try:
+        given = np.asarray(values, None if isinstance(values, np.ndarray) else np.uint64)
+    except OverflowError as error:
+        raise ValueError(f"a {what} of {values!r} is not a u64") from error
+    if given.dtype.kind == "i" and given.size and given.min() < 0:
+        raise ValueError(f"a {what} of {given.min()} is not a u64")
+    return np.atleast_1d(given).astype(np.uint64, copy=False)
 
 
 def _barrier() -> None:
@@ -313,133 +321,92 @@ class Arena(_Mapping):
         except OSError as error:
             raise TransportError(f"no memory for {nbytes} bytes of an arena: {error}") from error
 
-    def begin_write(self, slot: int, generation: int) -> None:
-        """Give the slot a new generation; from now on no reader accepts its bytes.
-
-        Raises:
-            IndexError: there is no such slot.
-            ValueError: the slot is published with this very generation, so that readers could
-                not tell the new bytes from the old, or it is not a u64.
-            TransportError: the arena is closed.
-        """
-        if not 0 <= generation < 1 << 64:
-            raise ValueError(f"generation {generation} is not a u64")
-        words, first = self._locate(slot)
-        if words[first] == generation and state_of(words[first + 1]) == SlotState.PUBLISHED:
-            raise ValueError(f"slot {slot} is already published with generation {generation}")
-        self.touch(slot)
-        words[first + 1] = SlotState.WRITING
-        words[first] = generation
-        _barrier()
-
-    def publish(self, slot: int, generation: int, key: bytes, length: int, checksum: int) -> None:
-        """Let readers read the slot, whose bytes are complete.
+    def begin_write(self, slots: ArrayLike, generations: ArrayLike) -> None:
+        """Give slots new generations; from now on no reader accepts their bytes.
 
         Args:
-            slot: the slot that `begin_write` was called for.
-            generation: the one given to `begin_write`.
-            key: up to 32 bytes that name the content.
-            length: bytes of content, from the start of the slot.
-            checksum: xxh3_64 of the content, or 0.
+            slots: their numbers, `(n,)` or a single one.
+            generations: one for each.
 
         Raises:
             IndexError: there is no such slot.
-            StaleSlotError: the slot is not being written with this generation (any more).
-            ValueError: `key` or `length` is too long, or `checksum` is not a u64.
+            ValueError: a slot is published with this very generation, so that readers could not
+                tell the new bytes from the old, or it is not a u64. No write is begun.
             TransportError: the arena is closed.
         """
-        if not 0 <= checksum < 1 << 64:
-            raise ValueError(f"checksum {checksum} is not a u64")
-        if len(key) > MAX_KEY_BYTES:
-            raise ValueError(f"a key has at most {MAX_KEY_BYTES} bytes, not {len(key)}")
-        if not 0 <= length <= self.slot_bytes:
-            raise ValueError(f"{length} bytes of content in a slot of {self.slot_bytes}")
-        words, first = self._locate(slot)
-        if words[first] != generation or state_of(words[first + 1]) != SlotState.WRITING:
-            raise StaleSlotError(
-                f"slot {slot} is not being written with generation {generation} (any more)"
-            )
-        for at, word in enumerate(_KEY_WORDS.unpack(key.ljust(MAX_KEY_BYTES, b"\0")), first + 2):
-            words[at] = word
-        words[first + 6] = length
-        words[first + 7] = checksum
-        _barrier()
-        words[first + 1] = len(key) << KEY_LENGTH_SHIFT | SlotState.PUBLISHED
-
-    def begin_writes(self, slots: NDArray[np.int64], generations: NDArray[Any]) -> None:
-        """`begin_write` of several slots `(n,)`, with their generations `(n,)`.
-
-        Raises:
-            As `begin_write`, of one of them; then none is begun.
-        """
-        table = self._headers_of(slots)
-        if not len(slots):
-            return
-        if generations.min() < 0:
-            raise ValueError(f"generation {generations.min()} is not a u64")
-        words = generations.astype(np.uint64)
-        again = (table[slots, 0] == words) & (states_of(table[slots, 1]) == SlotState.PUBLISHED)
+        table, numbers, words = self._headers_of(slots, generations)
+        again = (table[numbers, 0] == words) & (states_of(table[numbers, 1]) == SlotState.PUBLISHED)
         if again.any():
             at = int(again.argmax())
-            raise ValueError(
-                f"slot {slots[at]} is already published with generation {generations[at]}"
-            )
+            raise ValueError(f"slot {numbers[at]} is already published with generation {words[at]}")
         if self._prefaulter is not None:
-            for slot in slots.tolist():
+            for slot in numbers.tolist():
                 self.touch(slot)
-        table[slots, 1] = SlotState.WRITING
-        table[slots, 0] = words
+        table[numbers, 1] = SlotState.WRITING
+        table[numbers, 0] = words
         _barrier()
 
-    def publish_all(
+    def publish(
         self,
-        slots: NDArray[np.int64],
-        generations: NDArray[Any],
-        keys: Sequence[bytes],
+        slots: ArrayLike,
+        generations: ArrayLike,
+        keys: bytes | Sequence[bytes],
         length: int,
-        checksums: NDArray[np.uint64],
+        checksums: ArrayLike,
     ) -> None:
-        """`publish` of several slots `(n,)`, with their generations, keys and checksums `(n,)`.
+        """Let readers read slots, whose bytes are complete.
 
         Args:
-            length: bytes of content of each of them.
+            slots: the slots that `begin_write` was called for, `(n,)` or a single one.
+            generations: those given to `begin_write`.
+            keys: for each up to 32 bytes that name the content.
+            length: bytes of content of each, from the start of the slot.
+            checksums: for each xxh3_64 of the content, or 0.
 
         Raises:
-            As `publish`, of one of them; then none is published.
+            IndexError: there is no such slot.
+            StaleSlotError: a slot is not being written with this generation (any more). None is
+                published.
+            ValueError: a key or `length` is too long, or a checksum is not a u64.
+            TransportError: the arena is closed.
         """
-        table = self._headers_of(slots)
-        if not len(slots):
-            return
-        key_lengths = np.array([len(key) for key in keys], np.uint64)
-        if key_lengths.max() > MAX_KEY_BYTES:
+        table, numbers, words = self._headers_of(slots, generations)
+        sums = _u64s("checksum", checksums)
+        names = [keys] if isinstance(keys, bytes) else keys
+        key_lengths = np.array([len(key) for key in names], np.uint64)
+        if len(numbers) and key_lengths.max() > MAX_KEY_BYTES:
             raise ValueError(
                 f"a key has at most {MAX_KEY_BYTES} bytes, not {int(key_lengths.max())}"
             )
         if not 0 <= length <= self.slot_bytes:
             raise ValueError(f"{length} bytes of content in a slot of {self.slot_bytes}")
-        words = generations.astype(np.uint64)
-        writing = (table[slots, 0] == words) & (states_of(table[slots, 1]) == SlotState.WRITING)
+        writing = (table[numbers, 0] == words) & (states_of(table[numbers, 1]) == SlotState.WRITING)
         if not writing.all():
             at = int(writing.argmin())
             raise StaleSlotError(
-                f"slot {slots[at]} is not being written with generation {generations[at]} (any "
-                "more)"
+                f"slot {numbers[at]} is not being written with generation {words[at]} (any more)"
             )
-        padded = b"".join([key.ljust(MAX_KEY_BYTES, b"\0") for key in keys])
-        table[slots, 2:6] = np.frombuffer(padded, np.uint64).reshape(len(keys), -1)
-        table[slots, 6] = length
-        table[slots, 7] = checksums
+        padded = b"".join([key.ljust(MAX_KEY_BYTES, b"\0") for key in names])
+        table[numbers, 2:6] = np.frombuffer(padded, np.uint64).reshape(
+            len(names), MAX_KEY_BYTES // 8
+        )
+        table[numbers, 6] = length
+        table[numbers, 7] = sums
         statuses = key_lengths << np.uint64(KEY_LENGTH_SHIFT) | np.uint64(SlotState.PUBLISHED)
         _barrier()
-        table[slots, 1] = statuses
+        table[numbers, 1] = statuses
 
-    def _headers_of(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """The headers of all slots, after a look whether it has these."""
+    def _headers_of(
+        self, slots: ArrayLike, generations: ArrayLike
+    ) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.uint64]]:
+        """The headers of all slots; these slots, after a look whether it has them; and their
+        generations."""
         table = self._table
         if table is None:
             raise TransportError("the arena is closed")
-        self._require(slots)
-        return table
+        numbers = np.atleast_1d(np.asarray(slots, np.int64))
+        self._require(numbers)
+        return table, numbers, _u64s("generation", generations)
 
     def retire(self, slot: int) -> None:
         """Retire the slot: readers refuse it from now on. Idempotent.

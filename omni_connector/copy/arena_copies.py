@@ -128,7 +128,7 @@ class ArenaCopies:
             headers = remote.verify_all(slots, generations)
             if headers.keys != list(question.keys):
                 raise StaleSlotError("a slot holds another block than the index says")
-            self._arena.begin_writes(own, own_generations)
+            self._arena.begin_write(own, own_generations)
             lengths = headers.lengths.astype(np.int64).tolist()
             sums = np.zeros(len(own), np.uint64)
             checked = self._checksum or bool(headers.checksums.any())
@@ -145,7 +145,7 @@ class ArenaCopies:
             for length in set(lengths):
                 some = headers.lengths == length
                 keys = [key for key, is_one in zip(question.keys, some, strict=True) if is_one]
-                self._arena.publish_all(own[some], own_generations[some], keys, length, sums[some])
+                self._arena.publish(own[some], own_generations[some], keys, length, sums[some])
         finally:
             self._arenas.leave(attached, failed=False)
 

@@ -187,7 +187,7 @@ class Saver:
             try:
                 copies = self._copies(forward, spec.blocks, self._arena.slots, spec.slots)
                 if not forward.ended:
-                    self._arena.begin_writes(slots, generations)
+                    self._arena.begin_write(slots, generations)
                     yield True
                     outcome.early = yield from copies.follow(cancelled)
                 for group, places in spec.blocks.batches(self._batches):
@@ -208,7 +208,7 @@ class Saver:
                 if not complete and not self._arena.closed:
                     # Readers that wait for these slots learn that they will not come with this
                     # generation. A reader of a closed arena sees that its owner has gone.
-                    self._arena.begin_writes(slots, generations + 1)
+                    self._arena.begin_write(slots, generations + 1)
             return outcome
 
         return work
@@ -217,7 +217,7 @@ class Saver:
         """Tells readers of these slots, by their generations, that the bytes have changed."""
 
         def work(cancelled: Callable[[], bool]) -> Generator[bool, None, Outcome]:
-            self._arena.begin_writes(slots, generations)
+            self._arena.begin_write(slots, generations)
             yield True
             return Outcome(NO_JOB_ID)
 
@@ -237,9 +237,9 @@ class Saver:
 
         def landed(some: slice, checksums: NDArray[np.uint64]) -> None:
             keys = [spec.keys[place] for place in places[some].tolist()]
-            self._arena.publish_all(slots[some], generations[some], keys, size, checksums)
+            self._arena.publish(slots[some], generations[some], keys, size, checksums)
 
-        self._arena.begin_writes(slots, generations)  # again, where it followed the forward pass
+        self._arena.begin_write(slots, generations)  # again, where it followed the forward pass
         yield True
         if not copies.finish(group, places, cancelled, landed):
             return False

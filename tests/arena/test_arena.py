@@ -394,9 +394,9 @@ def test_the_headers_of_several_slots_are_written_or_none(
         arena._map[4096 : 4096 + 64 * N_SLOTS] = b"".join(before)
         try:
             if publishes:
-                arena.publish_all(ids, new, keys, length, sums)
+                arena.publish(ids, new, keys, length, sums)
             else:
-                arena.begin_writes(ids, new)
+                arena.begin_write(ids, new)
         except (IndexError, ValueError, StaleSlotError):
             assert not allowed
             after = before
