@@ -220,47 +220,6 @@ def caches(draw: st.DrawFn, layouts: tuple[str, ...] = LAYOUTS) -> tuple[Cache, 
     return one, two
 
 
-@st.composite
-def hybrids(draw: st.DrawFn) -> tuple[Cache, Cache]:
-    """Two caches of one hybrid model: groups on the same bytes, whose blocks do not overlap.
-
-    As in engines, pages have one size, the largest; smaller ones are padded to it. Layouts that
-    cannot pad have pages of one shape, and layouts with the blocks outermost pages of any size.
-    """
-    layout = draw(st.sampled_from(LAYOUTS))
-    token_major = layout.index("N") < layout.index("H")
-    alike = [x for x in LAYOUTS if (x.index("N") < x.index("H")) == token_major]
-    other = draw(st.sampled_from(alike))
-    both = (layout, other)
-    shapes = []
-    for _ in range(draw(st.integers(1, 4))):
-        shapes.append(
-            Shape(
-                layers=draw(st.integers(1, 4)),
-                heads=draw(st.integers(1, 3)),
-                tokens=draw(st.integers(1, 4)),
-                content=8 * draw(st.integers(1, 3)),
-                dtype=draw(st.sampled_from((torch.int8, torch.bfloat16))),
-            )
-        )
-    if all(x in PADDABLE for x in both):
-        page = max(shape.page for shape in shapes) + 8 * draw(st.integers(0, 2))
-        shapes = [replace(shape, padding=page - shape.page) for shape in shapes]
-    elif not all(x[0] == "B" for x in both):
-        shapes = [replace(shapes[0], layers=shape.layers) for shape in shapes]
-    one, two = (
-        build(
-            name,
-            draw(st.integers(6, 12)),
-            [[shape] for shape in shapes],
-            slack=8 * draw(st.integers(0, 2)),
-            seed=draw(st.integers(0, 2**16)),
-        )
-        for name in both
-    )
-    return one, two
-
-
 class HostStream(Stream):
     """A stream whose work is done as soon as it is asked for; it notes what it was asked."""
 
@@ -507,7 +466,6 @@ def kv() -> SimpleNamespace:
         Cache=Cache,
         build=build,
         caches=caches,
-        hybrids=hybrids,
     )
 
 

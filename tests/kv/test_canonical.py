@@ -31,37 +31,26 @@ def named_bytes(canonical, group, block):
 
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
-def test_a_groups_pages_name_exactly_its_layers_bytes(kv, data):
+def test_a_groups_pages_and_segments_name_exactly_its_layers_bytes(kv, data):
     cache, _ = data.draw(kv.caches())
     canonical = canonical_of(cache)
     assert canonical.num_blocks == cache.num_blocks
-    for group in range(len(cache.groups)):
-        for block in range(cache.num_blocks):
-            assert (
-                named_bytes(canonical, group, block).tolist() == cache.slot(group, block).tolist()
-            )
-    assert list(canonical.storages) == [cache.buffer.untyped_storage().data_ptr()]
-
-
-@settings(deadline=None, max_examples=150)
-@given(data=st.data())
-def test_segments_name_the_same_bytes_as_pages(kv, data):
-    cache, _ = data.draw(kv.caches())
-    canonical = canonical_of(cache)
     flat = cache.buffer.view(torch.uint8)
     for group in range(len(cache.groups)):
-        block = data.draw(st.integers(0, cache.num_blocks - 1))
-        found = []
-        for segment in content_of(canonical.pages[group]):
-            assert segment.slot_offset == len(found)
-            steps = [step for _, step in segment.dims]
-            rows = flat.as_strided(
-                (*segment.counts, segment.row_bytes),
-                (*steps, 1),
-                segment.start + block * segment.block_stride,
-            )
-            found += rows.flatten().tolist()
-        assert found == cache.slot(group, block).tolist()
+        for block in range(cache.num_blocks):
+            expected = cache.slot(group, block).tolist()
+            assert named_bytes(canonical, group, block).tolist() == expected
+            found = []
+            for segment in content_of(canonical.pages[group]):
+                assert segment.slot_offset == len(found)
+                rows = flat.as_strided(
+                    (*segment.counts, segment.row_bytes),
+                    (*(step for _, step in segment.dims), 1),
+                    segment.start + block * segment.block_stride,
+                )
+                found += rows.flatten().tolist()
+            assert found == expected
+    assert list(canonical.storages) == [cache.buffer.untyped_storage().data_ptr()]
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
@@ -69,13 +58,6 @@ def test_layers_of_one_shape_are_one_segment(kv, layout):
     cache = kv.build(layout, 5, [[kv.Shape(layers=4, heads=3, tokens=2, content=8)]])
     canonical = canonical_of(cache)
     assert len(content_of(canonical.pages[0])) == 1
-
-
-def test_groups_that_overlay_each_other_have_the_same_pages(kv):
-    shape = kv.Shape(layers=3, heads=2, tokens=4, content=8)
-    canonical = canonical_of(kv.build("LBHNC", 4, [[shape], [shape]]))
-    assert len(canonical.pages[0]) == 3
-    assert canonical.pages[0] == canonical.pages[1]
 
 
 def test_a_layer_that_reads_anothers_cache_is_stored_once(kv):
@@ -86,13 +68,6 @@ def test_a_layer_that_reads_anothers_cache_is_stored_once(kv):
     assert len(canonical.pages[0]) == 2
     assert canonical.page_orders == (("N4.C8", "N4.C8"),)
     assert SlotLayout.of(canonical).group_bytes == (64,)
-
-
-def test_padding_is_reserved_and_no_content(kv):
-    cache = kv.build("LBHNC", 4, [[kv.Shape(layers=2, heads=1, tokens=1, content=40, padding=24)]])
-    canonical = canonical_of(cache)
-    assert [(page.row_bytes, page.padded_bytes) for page in canonical.pages[0]] == [(40, 64)] * 2
-    assert SlotLayout.of(canonical).group_bytes == (80,)
 
 
 def test_pages_of_several_sizes_may_lie_in_the_same_bytes():
@@ -283,20 +258,33 @@ def test_a_cache_without_blocks_is_refused():
         canonicalize(one_layer(128), {"model.0": torch.zeros(4, 2, 2, 8)}, 0)
 
 
+ROW = 4, 1, 1, 32
+ROWS = 64, 32, 32, 1
+
+
 @pytest.mark.parametrize(
-    ("first", "second", "stride"),
-    [(0, 16, 64), (0, 48, 64), (0, 16, 128), (0, 0, 128), (0, 32, 96), (0, 16, 0)],
+    ("first", "second", "padded"),
+    [
+        # Shape, strides and start of a view.
+        ((ROW, ROWS, 0), (ROW, ROWS, 16), 32),
+        ((ROW, ROWS, 0), (ROW, ROWS, 48), 32),
+        ((ROW, ROWS, 0), (ROW, (128, 32, 32, 1), 16), 32),
+        ((ROW, ROWS, 0), (ROW, (128, 32, 32, 1), 0), 32),
+        ((ROW, ROWS, 0), (ROW, (96, 32, 32, 1), 32), 32),
+        (((1, 1, 1, 32), (0, 32, 32, 1), 0), ((1, 1, 1, 32), (0, 32, 32, 1), 16), 32),
+        # Two heads far from each other; of the second layer, one of them.
+        (((4, 2, 2, 4), (8, 64, 4, 1), 0), ((4, 1, 2, 4), (8, 64, 4, 1), 0), 16),
+        # The padding of the first holds bytes of the second.
+        (((4, 1, 1, 16), (64, 16, 16, 1), 0), ((4, 1, 1, 16), (64, 16, 16, 1), 24), 32),
+    ],
 )
-def test_layers_of_a_group_that_share_bytes_are_refused(first, second, stride):
+def test_layers_of_a_group_that_share_bytes_are_refused(first, second, padded):
     buffer = torch.zeros(1024, dtype=torch.int8)
-    blocks = 4 if stride else 1
-    views = {
-        "a": buffer.as_strided((blocks, 1, 1, 32), (min(stride, 64), 32, 32, 1), first),
-        "b": buffer.as_strided((blocks, 1, 1, 32), (stride, 32, 32, 1), second),
-    }
-    group = GroupSpec("full_attention", 16, (LayerSpec("a", 32, 32), LayerSpec("b", 32, 32)))
+    views = {"a": buffer.as_strided(*first), "b": buffer.as_strided(*second)}
+    pages = [view[0].numel() for view in views.values()]
+    layers = LayerSpec("a", pages[0], padded), LayerSpec("b", pages[1], pages[1])
     with pytest.raises(LayoutError, match="share bytes"):
-        canonicalize((group,), views, blocks)
+        canonicalize((GroupSpec("full_attention", 16, layers),), views, first[0][0])
 
 
 @pytest.mark.parametrize(
@@ -318,29 +306,6 @@ def test_a_layer_that_reads_anothers_cache_reads_it_in_the_same_order(shape, str
         assert canonicalize((group,), views, 4).page_orders == (("H4.N2.C4",),)
         return
     with pytest.raises(LayoutError, match=f"layer b: {message}"):
-        canonicalize((group,), views, 4)
-
-
-def test_layers_that_share_some_of_their_runs_are_refused():
-    buffer = torch.zeros(256, dtype=torch.int8)
-    views = {
-        # Two heads far from each other; of the second layer, one of them.
-        "a": buffer.as_strided((4, 2, 2, 4), (8, 64, 4, 1)),
-        "b": buffer.as_strided((4, 1, 2, 4), (8, 64, 4, 1)),
-    }
-    group = GroupSpec("full_attention", 2, (LayerSpec("a", 16, 16), LayerSpec("b", 8, 8)))
-    with pytest.raises(LayoutError, match="share bytes"):
-        canonicalize((group,), views, 4)
-
-
-def test_a_padding_that_holds_another_layers_bytes_is_refused():
-    buffer = torch.zeros(256, dtype=torch.int8)
-    views = {
-        "a": buffer.as_strided((4, 1, 1, 16), (64, 16, 16, 1)),
-        "b": buffer.as_strided((4, 1, 1, 16), (64, 16, 16, 1), 24),
-    }
-    group = GroupSpec("mamba", 16, (LayerSpec("a", 16, 32), LayerSpec("b", 16, 16)))
-    with pytest.raises(LayoutError, match="share bytes"):
         canonicalize((group,), views, 4)
 
 

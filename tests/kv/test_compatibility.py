@@ -72,11 +72,6 @@ def test_between_equal_layouts_the_files_count_where_the_memory_is_unknown() -> 
     assert known.difference(compatibility_key(weights="w", weight_files="g")) is None
 
 
-def test_a_digest_that_comes_later_changes_no_name() -> None:
-    later = msgspec.structs.replace(ORDINARY, weight_files="f")
-    assert later.of_sharing() == ORDINARY.of_sharing()
-
-
 def test_what_is_left_out_is_told_as_an_empty_text() -> None:
     values = ORDINARY.values()
     assert values["numerics"] == ""
@@ -213,19 +208,6 @@ def test_other_stages_are_compared_layer_by_layer() -> None:
     assert difference is not None
     assert "a page of 8 tokens in a block of 16" in difference[0]
     assert difference[0].endswith("pipeline stages 1 and 0, group 0")
-
-
-def test_names_of_layers_change_no_name_of_what_is_shared() -> None:
-    without = said(later_stages=[stage(layers="cd")])
-    [first], [later] = without.stages
-    names = (
-        msgspec.structs.replace(first, names=("a", "b")),
-        msgspec.structs.replace(later, names=("c", "d")),
-    )
-    told = msgspec.structs.replace(without, groups=names[:1], later_stages=(names[1:],))
-    assert told != without
-    assert told.of_sharing() == without.of_sharing()
-    assert ORDINARY.of_sharing() == ORDINARY
 
 
 def test_weights_in_memory_are_not_compared_between_other_stages() -> None:
@@ -380,11 +362,6 @@ def test_stripes_of_one_number_are_the_same_however_they_are_told() -> None:
     assert key.has_bytes_of(msgspec.structs.replace(key, stripes=(2, 2)))
 
 
-def test_copies_of_heads_change_no_name_of_a_stored_block() -> None:
-    older = said(ranks=8, groups=stage(pages=("H1.N16.C64", "H1.N16.C64")))
-    assert said(ranks=8, groups=copied(2, 2)).of_sharing() == older.of_sharing()
-
-
 def replicated(ranks: int, stripes: int | None, stages: int = 1) -> CompatibilityKey:
     """Of an engine whose ranks hold the same bytes."""
 
@@ -425,10 +402,6 @@ def test_who_knows_no_stripes_reads_none() -> None:
     )
     assert replicated(2, 1).difference(older) is None
     assert older.difference(replicated(2, 2)) is None
-
-
-def test_stripes_change_no_name_of_a_stored_block() -> None:
-    assert replicated(2, 2).of_sharing() == replicated(2, None).of_sharing()
 
 
 def divided(ranks: int, shards: int | None) -> CompatibilityKey:
@@ -476,3 +449,41 @@ def test_slots_are_read_as_they_are_where_blocks_are_divided_alike(
 def test_most_groups_of_slots_are_bounded() -> None:
     many = [*divided(4, 1).groups[:1], *stage(pages=("N16.C64",), names=("x",)) * 100]
     assert most_shards(many, 4) == 1
+
+
+def replaced(key: CompatibilityKey, **changes: object) -> CompatibilityKey:
+    return msgspec.structs.replace(key, **changes)
+
+
+def with_names(key: CompatibilityKey) -> CompatibilityKey:
+    """The same, with names of the layers of both its stages."""
+    [first], [later] = key.stages
+    groups = replaced(first, names=("a", "b")), replaced(later, names=("c", "d"))
+    return replaced(key, groups=groups[:1], later_stages=(groups[1:],))
+
+
+TWO_STAGES = said(later_stages=[stage(layers="cd")])
+HEADS = ("H1.N16.C64", "H1.N16.C64")
+
+
+@pytest.mark.parametrize(
+    ("told", "untold"),
+    [
+        (replaced(ORDINARY, weight_files="f"), ORDINARY),
+        (with_names(TWO_STAGES), TWO_STAGES),
+        (said(ranks=8, groups=copied(2, 2)), said(ranks=8, groups=stage(pages=HEADS))),
+        (replicated(2, 2), replicated(2, None)),
+        (divided(4, 2), divided(4, None)),
+        (
+            said(groups=stage(names=("a", "X")), drafter="mtp 0", drafter_layers=("X",)),
+            said(groups=stage(names=("a", "X")), drafter="mtp 0"),
+        ),
+    ],
+    ids=["files", "names", "copies", "stripes", "shards", "drafter"],
+)
+def test_what_only_readers_are_told_changes_no_name_of_what_is_shared(
+    told: CompatibilityKey, untold: CompatibilityKey
+) -> None:
+    assert told != untold
+    assert told.of_sharing() == untold.of_sharing()
+    assert ORDINARY.of_sharing() == ORDINARY

@@ -54,15 +54,6 @@ def test_every_head_of_a_rank_is_taken_once_from_a_rank_that_holds_it(
         assert sources == ((rank % source_ranks, HeadSlice(0, 0, 1)),)
 
 
-def test_two_ranks_are_joined_and_one_is_sliced():
-    assert head_sources(
-        total=8, source_heads=4, source_ranks=2, target_heads=8, target_rank=0, target_ranks=1
-    ) == ((0, HeadSlice(0, 0, 4)), (1, HeadSlice(0, 4, 4)))
-    assert head_sources(
-        total=8, source_heads=8, source_ranks=1, target_heads=4, target_rank=1, target_ranks=2
-    ) == ((0, HeadSlice(4, 0, 4)),)
-
-
 def test_ranks_take_turns_at_the_holders_of_a_replicated_head():
     sources = [
         head_sources(

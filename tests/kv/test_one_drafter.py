@@ -137,12 +137,6 @@ def test_layers_of_a_drafter_that_cannot_be_are_malformed(
         msgspec.msgpack.decode(encoded, type=CompatibilityKey)
 
 
-def test_names_of_a_drafters_layers_change_no_name_of_what_is_shared() -> None:
-    told = engine("abX")
-    untold = msgspec.structs.replace(told, drafter_layers=msgspec.UNSET)
-    assert told.of_sharing() == untold.of_sharing()
-
-
 @st.composite
 def grouped(draw: st.DrawFn, layers: str) -> list[str]:
     """These layers in groups, in any order."""

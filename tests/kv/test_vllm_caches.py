@@ -274,82 +274,43 @@ def vllms_bytes_of_block(canonical, group, block):
     return found
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
-@pytest.mark.values
-def test_the_bytes_of_a_block_are_those_of_its_layers_views(kv, family, layout):
-    cache, _ = allocate(kv, family, layout)
-    canonical = canonicalize(cache.groups, cache.views, BLOCKS)
-    addresses = torch.arange(cache.buffer.numel()) + cache.buffer.data_ptr()
-    for g, spec in enumerate(cache.groups):
-        for block in range(BLOCKS):
-            expected = set()
-            for layer in spec.layers:
-                page = cache.block(layer.name, block).view(torch.int8)
-                seen = addresses.as_strided(page.shape, page.stride(), page.storage_offset())
-                expected.update(seen.flatten().tolist())
-            assert bytes_of_block(canonical, g, block) == expected
-
-
 # vLLM takes a block of LHBNC for one page of contiguous bytes, which it is for one head only.
+NAMED = [(family, layout) for family, layout in CASES if layout != "LHBNC" or family in ONE_HEAD]
 # It takes the distance of two states for the size of one, which it is in layouts with the layers
 # outermost; and blocks further apart than pages for a layout with the blocks outermost.
 VLLM_IS_WRONG = [
-    *(
-        (family, layout)
-        for family, layout in CASES
-        if family.startswith("states") and layout[0] == "B"
-    ),
-    *(
-        (family, layout)
-        for family, layout in CASES
-        if family == "blocks further apart than pages" and layout[0] == "L"
-    ),
+    (family, layout)
+    for family, layout in NAMED
+    if (family.startswith("states") and layout[0] == "B")
+    or (family == "blocks further apart than pages" and layout[0] == "L")
 ]
 
 
+def named_alike(kv, family, layout):
+    """Whether vLLM names the bytes of each block that we name."""
+    cache, config = allocate(kv, family, layout)
+    ours = canonicalize(cache.groups, cache.views, BLOCKS)
+    theirs = vllms_own(config, cache.views)
+    alike = set.__eq__ if layout.startswith("L") else set.__le__
+    # vLLM names a block-outermost block whole, other groups' layers included.
+    return all(
+        alike(bytes_of_block(ours, g, block), vllms_bytes_of_block(theirs, g, block))
+        for g in range(len(cache.groups))
+        for block in range(BLOCKS)
+    )
+
+
 @pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        (family, layout)
-        for family, layout in CASES
-        if (layout != "LHBNC" or family in ONE_HEAD) and (family, layout) not in VLLM_IS_WRONG
-    ],
+    ("family", "layout"), [case for case in NAMED if case not in VLLM_IS_WRONG]
 )
 @pytest.mark.values
 def test_the_bytes_of_a_block_are_those_that_vllm_names(kv, family, layout):
-    cache, config = allocate(kv, family, layout)
-    ours = canonicalize(cache.groups, cache.views, BLOCKS)
-    theirs = vllms_own(config, cache.views)
-    for g in range(len(cache.groups)):
-        for block in range(BLOCKS):
-            named = bytes_of_block(ours, g, block)
-            if layout.startswith("L"):
-                assert named == vllms_bytes_of_block(theirs, g, block)
-            else:
-                # vLLM names a block-outermost block whole, other groups' layers included.
-                assert named <= vllms_bytes_of_block(theirs, g, block)
+    assert named_alike(kv, family, layout)
 
 
 @pytest.mark.parametrize(("family", "layout"), VLLM_IS_WRONG)
-def test_what_a_layer_writes_is_found_where_vllm_looks_in_the_wrong_place(kv, family, layout):
-    cache, config = allocate(kv, family, layout)
-    ours = canonicalize(cache.groups, cache.views, BLOCKS)
-    theirs = vllms_own(config, cache.views)
-
-    def written(addresses):
-        places = torch.tensor(sorted(addresses)) - cache.buffer.data_ptr()
-        return int((cache.buffer[places] == 77).sum())
-
-    missed = 0
-    for g, spec in enumerate(cache.groups):
-        for block in range(BLOCKS):
-            cache.buffer.zero_()
-            for layer in spec.layers:
-                cache.block(layer.name, block).view(torch.int8)[...] = 77
-            size = sum(layer.page_bytes for layer in spec.layers)
-            assert written(bytes_of_block(ours, g, block)) == size
-            missed += written(vllms_bytes_of_block(theirs, g, block)) < size
-    assert missed
+def test_where_vllm_looks_in_the_wrong_place_is_still_known(kv, family, layout):
+    assert not named_alike(kv, family, layout)
 
 
 def test_layers_that_read_anothers_cache_have_no_bytes_of_their_own(kv):
@@ -374,44 +335,6 @@ def test_layers_without_a_cache_of_the_engines_are_left_out(kv):
     cache, config = allocate(kv, "full attention", "LBHNC")
     config.kv_cache_groups.append(group("encoder", 2, attention(EncoderOnlyAttentionSpec)))
     assert group_specs(config) == cache.groups
-
-
-@pytest.mark.parametrize(("family", "layout"), CASES)
-@pytest.mark.values
-def test_a_request_of_all_groups_finds_its_values_in_the_blocks_it_was_given(kv, family, layout):
-    source, _ = allocate(kv, family, layout, num_blocks=12)
-    target, _ = allocate(kv, family, layout, num_blocks=14)
-    rng = np.random.default_rng(len(family))
-    groups = range(len(source.groups))
-    # Disjoint blocks, as one block pool gives them to the groups of a request.
-    size = 12 // len(groups)
-    from_ids = rng.permutation(12)[: size * len(groups)].reshape(-1, size)
-    to_ids = rng.permutation(14)[: size * len(groups)].reshape(-1, size)
-    values = {}
-    for g in groups:
-        for place in range(size):
-            for layer in source.groups[g].layers:
-                page = source.block(layer.name, from_ids[g, place])
-                shape = page.contiguous().view(torch.int8).shape
-                value = torch.from_numpy(rng.integers(-128, 128, shape, np.int8)).view(page.dtype)
-                page.copy_(value)
-                values[g, place, layer.name] = value
-    canonicals = [
-        canonicalize(cache.groups, cache.views, cache.num_blocks) for cache in (source, target)
-    ]
-    layouts = [SlotLayout.of(canonical) for canonical in canonicals]
-    slots = np.zeros((size * len(groups), layouts[0].slot_bytes), np.uint8)
-    slot_ids = rng.permutation(len(slots)).reshape(-1, size)
-    saver, loader = (
-        CpuCopier(canonical, layout) for canonical, layout in zip(canonicals, layouts, strict=True)
-    )
-    for g in groups:
-        saver.save(BlockCopy(g, from_ids[g], slots, slot_ids[g], checksum=False))
-    for g in groups:
-        loader.load(BlockCopy(g, to_ids[g], slots, slot_ids[g], checksum=False))
-    for (g, place, name), value in values.items():
-        found = target.block(name, to_ids[g, place]).contiguous()
-        assert torch.equal(found.view(torch.int8), value.view(torch.int8))
 
 
 @pytest.mark.shows(

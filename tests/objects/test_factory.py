@@ -63,14 +63,6 @@ def test_settings_of_shared_memory_arrive(place: Path) -> None:
         assert made.health()["free_object_bytes"] == 128 << 20
 
 
-def test_two_connectors_of_a_pipeline_meet() -> None:
-    with create("SharedMemoryConnector") as sender, create("SharedMemoryConnector") as receiver:
-        assert sender.put(0, 1, "key", {"a": 1})[0]
-        found = receiver.get("0", "1", "key")
-        assert found is not None
-        assert found[0] == {"a": 1}
-
-
 def test_settings_of_models_and_stages_are_left_to_them(caplog: pytest.LogCaptureFixture) -> None:
     added = {"stage_id": 1, "role": "sender", "from_stage": 0, "to_stage": 1}
     with caplog.at_level("INFO", "omni_connector.objects.factory"):

@@ -299,24 +299,3 @@ def test_master_that_goes_away_and_comes_back(
         assert connector.get(*EDGE, "key") == (content, len(content))
         assert connector.health()["status"] == "healthy"
     assert caplog.text.count("asked again in the background") == 1
-
-
-def test_closed_connector_takes_and_gives_nothing(
-    master: Master, keeper: MooncakeStoreConnector
-) -> None:
-    connector = MooncakeStoreConnector(master=master.address)
-    connector.close()
-    connector.close()
-    assert connector.put(*EDGE, "key", b"object") == (False, 0, None)
-    assert connector.get(*EDGE, "key") is None
-    hour = time.monotonic() + 3600.0  # who goes on asking hangs
-    assert connector.get_with_deadline(*EDGE, "key", deadline=hour) is None
-    assert connector.health()["status"] == "closed"
-
-
-@pytest.mark.parametrize(
-    "settings", [{"object_timeout": 0}, {"segment_gib": -1}, {"segment_gib": float("inf")}]
-)
-def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        MooncakeStoreConnector(**settings)

@@ -4,13 +4,19 @@ import itertools
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 from numpy.typing import NDArray
 
 from omni_connector.arena import arena
@@ -75,11 +81,6 @@ def free(store: ObjectStore) -> int:
     return store.free_bytes // SLOT_BYTES
 
 
-def evictable(store: ObjectStore) -> int:
-    """Pages."""
-    return store.evictable_bytes // SLOT_BYTES
-
-
 def key(name: str) -> ObjectKey:
     return ObjectKey("0", "1", name)
 
@@ -102,39 +103,6 @@ def test_parts_are_joined(store: ObjectStore, sizes: tuple[int, ...]) -> None:
     assert read(store, "k") == b"".join(parts)
 
 
-def test_scattered_object_is_whole(store: ObjectStore) -> None:
-    for i in range(N_SLOTS):
-        put(store, f"r{i}", b"x")
-    for i in (0, 2, 3, 6, 7):
-        store.drop(f"r{i}")
-    content = os.urandom(4 * SLOT_BYTES - 7)
-    stored = put(store, "k", content)
-    # A page has the table of runs.
-    assert sorted(stored.runs) == [(0, 1), (2, 2), (6, 2)]
-    assert read(store, "k") == content
-    assert find_object(store.arena, key("k").digest) == stored
-    assert [read(store, f"r{i}") for i in (1, 4, 5)] == [b"x"] * 3
-
-
-def test_newer_object_has_a_later_generation(store: ObjectStore, clock: FakeClock) -> None:
-    first = put(store, "k", b"1")
-    clock.advance(0.001)
-    second = put(store, "k", b"2")
-    assert (second.generation - first.generation, len(store)) == (1_000_000, 1)
-    assert free(store) == N_SLOTS - 1
-
-
-def test_replaced_object_cannot_be_read_any_more(store: ObjectStore) -> None:
-    old = put(store, "k", b"old")
-    put(store, "k", b"new")
-    with pytest.raises(StaleSlotError):
-        read_stored(store, "k", old)
-    put(store, "other", b"reuses the slot of the old one")
-    with pytest.raises(StaleSlotError):
-        read_stored(store, "k", old)
-    assert read(store, "k") == b"new"
-
-
 def test_old_object_stays_until_the_new_one_is_complete(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,12 +120,6 @@ def test_old_object_stays_until_the_new_one_is_complete(
     assert free(store) == N_SLOTS - 1
 
 
-def test_object_may_take_the_room_of_the_one_it_replaces(store: ObjectStore) -> None:
-    put(store, "k", bytes(5 * SLOT_BYTES))
-    put(store, "k", b"y" * (8 * SLOT_BYTES))
-    assert read(store, "k") == b"y" * (8 * SLOT_BYTES)
-
-
 def test_refused_object_changes_nothing(store: ObjectStore) -> None:
     put(store, "k", b"old")
     put(store, "other", bytes(3 * SLOT_BYTES))
@@ -167,92 +129,6 @@ def test_refused_object_changes_nothing(store: ObjectStore) -> None:
         put(store, "k", bytes(N_SLOTS * SLOT_BYTES + 1))
     assert read(store, "k") == b"old"
     assert free(store) == 4
-
-
-def mark(store: ObjectStore, name: str) -> None:
-    stored = store.find(key(name).digest)
-    assert stored is not None
-    store.mark_read(key(name).digest, stored.generation)
-
-
-def held(store: ObjectStore, names: str) -> str:
-    return "".join(name for name in names if store.find(key(name).digest) is not None)
-
-
-def test_objects_read_longest_ago_are_evicted_first(store: ObjectStore) -> None:
-    for name in "abcdefgh":
-        put(store, name, b"x")
-    for name in "cabc":
-        mark(store, name)
-    assert evictable(store) == 3
-    put(store, "1", b"x")
-    assert held(store, "abcdefgh") == "bcdefgh"
-    put(store, "2", b"x")
-    assert held(store, "abcdefgh") == "cdefgh"
-    assert (evictable(store), free(store)) == (1, 0)
-
-
-def test_unread_objects_are_never_evicted_and_nothing_goes_in_vain(store: ObjectStore) -> None:
-    put(store, "unread", bytes(5 * SLOT_BYTES))
-    for name in "abc":
-        put(store, name, b"x")
-        mark(store, name)
-    with pytest.raises(ArenaFullError, match="12288 of 32768 bytes"):
-        put(store, "k", bytes(4 * SLOT_BYTES))
-    assert held(store, "abc") == "abc"
-    put(store, "k", bytes(3 * SLOT_BYTES))
-    assert (held(store, "abc"), read(store, "unread")) == ("", bytes(5 * SLOT_BYTES))
-
-
-def test_unread_object_makes_room_when_its_time_is_over(
-    store: ObjectStore, clock: FakeClock
-) -> None:
-    put(store, "a", bytes(4 * SLOT_BYTES))
-    clock.advance(TTL_S / 2)
-    put(store, "b", bytes(4 * SLOT_BYTES))
-    clock.advance(TTL_S / 2 - 1)
-    with pytest.raises(ArenaFullError, match="0 of 32768 bytes"):
-        put(store, "c", b"x")
-    clock.advance(1)
-    assert (evictable(store), free(store)) == (4, 0)
-    assert held(store, "ab") == "ab"  # nobody needs the room yet
-    put(store, "c", b"x")
-    assert held(store, "abc") == "bc"
-    clock.advance(TTL_S)
-    put(store, "d", bytes(8 * SLOT_BYTES))
-    assert (held(store, "abcd"), evictable(store)) == ("d", 0)
-
-
-def test_objects_that_nobody_ever_reads_do_not_fill_the_arena(
-    store: ObjectStore, clock: FakeClock
-) -> None:
-    for number in range(100):
-        put(store, f"k{number}", bytes(2 * SLOT_BYTES))
-        clock.advance(TTL_S / 3)
-    assert len(store) == N_SLOTS // 2
-
-
-def test_object_is_put_again_with_a_time_of_its_own(store: ObjectStore, clock: FakeClock) -> None:
-    put(store, "k", bytes(N_SLOTS * SLOT_BYTES))
-    clock.advance(TTL_S)
-    assert evictable(store) == N_SLOTS
-    put(store, "k", bytes(N_SLOTS * SLOT_BYTES))
-    assert evictable(store) == 0
-    clock.advance(TTL_S - 1)
-    with pytest.raises(ArenaFullError):
-        put(store, "other", b"x")
-
-
-def test_object_read_after_its_time_goes_after_others(store: ObjectStore, clock: FakeClock) -> None:
-    for name in "abcdefgh":
-        put(store, name, b"x")
-    clock.advance(TTL_S)
-    assert evictable(store) == N_SLOTS
-    mark(store, "a")
-    put(store, "1", b"x")
-    assert (held(store, "abcdefgh"), evictable(store)) == ("acdefgh", N_SLOTS - 1)
-    store.drop("c")
-    assert (evictable(store), free(store)) == (N_SLOTS - 2, 1)
 
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("-inf"), float("inf")])
@@ -270,96 +146,111 @@ def test_a_time_must_be_a_number() -> None:
         ObjectStore(memory, ttl_s=float("nan"))
 
 
-def test_object_whose_time_ends_while_it_is_copied_is_refused_or_whole(
-    store: ObjectStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stored = put(store, "k", b"a" * (4 * SLOT_BYTES))
-    verify = store.arena.verify
-
-    def overwrite_first(slot: int, generation: int) -> object:
-        monkeypatch.undo()
-        clock.advance(TTL_S)
-        put(store, "other", b"b" * (N_SLOTS * SLOT_BYTES))
-        return verify(slot, generation)
-
-    monkeypatch.setattr(store.arena, "verify", overwrite_first)
-    with pytest.raises(StaleSlotError):
-        read_stored(store, "k", stored)
-    assert read(store, "other") == b"b" * (N_SLOTS * SLOT_BYTES)
+NAMES = st.sampled_from("abcdef")
 
 
-def test_older_generation_does_not_mark_a_newer_object(store: ObjectStore) -> None:
-    old = put(store, "k", bytes(N_SLOTS * SLOT_BYTES))
-    store.mark_read(key("k").digest, old.generation)
-    new = put(store, "k", bytes(N_SLOTS * SLOT_BYTES))
-    store.mark_read(key("k").digest, old.generation)
-    store.mark_read(key("unknown").digest, new.generation)
-    assert evictable(store) == 0
-    with pytest.raises(ArenaFullError):
-        put(store, "other", b"x")
-    store.mark_read(key("k").digest, new.generation)
-    put(store, "other", b"x")
-    assert (len(store), evictable(store), free(store)) == (1, 0, N_SLOTS - 1)
+class StoreBeside(RuleBasedStateMachine):
+    """An `ObjectStore` beside the plainest books: what is there, and in which order it may go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = FakeClock()
+        memory = Arena.create(N_SLOTS, SLOT_BYTES)
+        self.store = ObjectStore(memory, self.clock.ns, ttl_s=TTL_S, clock=self.clock)
+        self.there: dict[str, tuple[StoredObject, bytes]] = {}
+        self.unread: dict[str, float] = {}  # and when each may go
+        self.evictable: dict[str, bool] = {}  # in their order, and whether each was read
+        self.gone: list[tuple[str, StoredObject]] = []
+
+    def pages(self, names: Iterable[str]) -> int:
+        return sum(self.there[name][0].pages for name in names)
+
+    def remove(self, name: str) -> None:
+        self.gone.append((name, self.there.pop(name)[0]))
+        self.unread.pop(name, None)
+        self.evictable.pop(name, None)
+
+    @rule(name=NAMES, size=st.integers(0, 6 * SLOT_BYTES), seed=st.integers(0, 255))
+    def put(self, name: str, size: int, seed: int) -> None:
+        content, needed = bytes([seed]) * size, max(1, -(-size // SLOT_BYTES))
+        room, order = N_SLOTS - self.pages(self.there), [n for n in self.evictable if n != name]
+        own = self.pages([name] if name in self.there else [])
+        try:
+            stored = put(self.store, name, content)
+        except ArenaFullError:
+            # Scattered pages need one more, for the table of their runs.
+            assert room + self.pages(order) + own <= needed
+            return
+        went = [n for n in order if self.store.find(key(n).digest) is None]
+        assert went == order[: len(went)]
+        assert not went or room + self.pages(went[:-1]) <= needed, "an object went in vain"
+        assert room + self.pages(went) >= needed or went == order, "it was replaced too early"
+        earlier = [each.generation for each, _ in self.there.values()]
+        assert stored.generation >= max([self.clock.ns(), *(each + 1 for each in earlier)])
+        for each in [*went, *([name] if name in self.there else [])]:
+            self.remove(each)
+        self.there[name], self.unread[name] = (stored, content), self.clock() + TTL_S
+
+    @rule(name=NAMES, stale=st.booleans(), gone=st.booleans())
+    def mark(self, name: str, stale: bool, gone: bool) -> None:
+        stored = self.there[name][0] if name in self.there else None
+        generation = 7 if stored is None else stored.generation - stale
+        self.store.mark_read(key(name).digest, generation, gone=gone)
+        if stored is None or stale:
+            return
+        if gone:
+            self.remove(name)
+            return
+        self.unread.pop(name, None)
+        self.evictable.pop(name, None)
+        self.evictable[name] = True
+
+    @rule(part=st.sampled_from([0.001, 0.4, 0.6, 1.0]))
+    def wait(self, part: float) -> None:
+        self.clock.advance(part * TTL_S)
+
+    @rule(name=NAMES)
+    def drop(self, name: str) -> None:
+        assert self.store.drop(name) == (name in self.there)
+        if name in self.there:
+            self.remove(name)
+
+    @rule()
+    def reap(self) -> None:
+        read = [name for name, was_read in self.evictable.items() if was_read]
+        assert self.store.reap() == len(read)
+        for name in read:
+            self.remove(name)
+
+    @invariant()
+    def agree(self) -> None:
+        for name in [name for name, until in self.unread.items() if until <= self.clock()]:
+            del self.unread[name]
+            self.evictable[name] = False
+        store = self.store
+        assert len(store) == len(self.there)
+        assert store.free_bytes == (N_SLOTS - self.pages(self.there)) * SLOT_BYTES
+        assert store.evictable_bytes == self.pages(self.evictable) * SLOT_BYTES
+        states = [store.arena.header(slot).state for slot in range(N_SLOTS)]
+        assert states.count(SlotState.PUBLISHED) == len(self.there)
+        for name, (stored, content) in self.there.items():
+            digest = key(name).digest
+            assert store.find(digest) == find_object(store.arena, digest) == stored
+            # The first bytes alone do not make it another's.
+            assert find_object(store.arena, digest[:12] + bytes(20)) is None
+            assert bytes(read_stored(store, name, stored)) == content
+        for name, stored in self.gone[-4:]:
+            with pytest.raises(StaleSlotError):
+                read_stored(store, name, stored)
+
+    def teardown(self) -> None:
+        self.store.close()
 
 
-def test_object_that_is_replaced_outlives_those_that_were_read(store: ObjectStore) -> None:
-    put(store, "k", bytes(4 * SLOT_BYTES))
-    put(store, "a", bytes(4 * SLOT_BYTES))
-    mark(store, "k")
-    mark(store, "a")
-    put(store, "k", b"y" * (4 * SLOT_BYTES))
-    assert (held(store, "ka"), evictable(store)) == ("k", 0)
-
-
-def test_object_evicted_while_it_is_copied_is_refused(store: ObjectStore) -> None:
-    stored = put(store, "k", b"a" * (4 * SLOT_BYTES))
-    mark(store, "k")
-
-    class Evicting(Buffers):
-        def take(self, nbytes: int) -> NDArray[np.uint8]:
-            put(store, "other", b"b" * (8 * SLOT_BYTES))
-            return super().take(nbytes)
-
-    with pytest.raises(StaleSlotError):
-        read_stored(store, "k", stored, Evicting())
-
-
-def test_dropped_objects_are_not_evictable(store: ObjectStore) -> None:
-    put(store, "k", b"x")
-    mark(store, "k")
-    assert store.drop("k") == 1
-    assert (evictable(store), free(store)) == (0, N_SLOTS)
-
-
-def test_only_what_was_read_is_reaped(store: ObjectStore, clock: FakeClock) -> None:
-    for name in ("read", "expired", "both"):
-        put(store, name, b"x")
-    clock.advance(TTL_S + 1)
-    assert evictable(store) == 3
-    put(store, "new", b"x")
-    mark(store, "read")
-    mark(store, "both")
-    assert store.reap() == 2
-    assert (evictable(store), free(store)) == (1, N_SLOTS - 2)
-    assert [store.find(key(name).digest) is None for name in ("read", "expired", "both", "new")] \
-        == [True, False, True, False]  # fmt: skip
-    assert store.reap() == 0
-
-
-def test_dropped_slots_are_retired(store: ObjectStore) -> None:
-    put(store, "r1_0_0_0_0", bytes(3 * SLOT_BYTES))
-    assert store.drop("r1") == 1
-    assert store.drop("r1") == 0
-    states = {store.arena.header(slot).state for slot in range(N_SLOTS)}
-    assert states == {SlotState.FREE}
-    assert store.find(key("r1_0_0_0_0").digest) is None
-
-
-def test_altered_object_is_detected(store: ObjectStore) -> None:
-    stored = put(store, "k", os.urandom(2 * SLOT_BYTES))
-    store.arena.slots[stored.runs[0][0] + 1, 17] ^= 4
-    with pytest.raises(ChecksumError):
-        read(store, "k")
+def test_the_store_keeps_evicts_and_frees_as_the_plainest_books_say() -> None:
+    run_state_machine_as_test(
+        StoreBeside, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
+    )
 
 
 def test_every_byte_of_an_object_is_checked(store: ObjectStore) -> None:
@@ -572,18 +463,6 @@ def test_small_objects_take_a_page_each(clock: FakeClock) -> None:
     with pytest.raises(ArenaFullError, match="room for 0 of 16 objects"):
         put(store, "k", b"one object more than there are slots")
     store.close()
-
-
-def test_readers_find_what_is_there(store: ObjectStore) -> None:
-    for name in "abc":
-        put(store, name, name.encode() * 5000)
-    put(store, "b", b"newer")
-    store.drop("c")
-    for name in "abcd":
-        digest = key(name).digest
-        assert find_object(store.arena, digest) == store.find(digest)
-        # The first bytes alone do not make it another's.
-        assert find_object(store.arena, digest[:12] + bytes(20)) is None
 
 
 def test_of_two_objects_under_a_key_readers_find_the_newer_one(

@@ -34,7 +34,8 @@ class TestOfThePage(written()):  # type: ignore[misc]
         ("is_store = True", "is_store = False", "what_was_got_is_reaped_and_nothing_else"),
         ("is_store = True", "is_store = False", "object_outlives_its_sender_in_a_store_only"),
         ('{"status": "closed"} if self._closed else {}', "{}", "closed_connector_does_nothing"),
-        ('raise TransportError("the', 'raise RuntimeError("the', "closed_connector_does_nothing"),
+        ("raise ConnectorClosedError(", "raise RuntimeError(", "closed_connector_does_nothing"),
+        ("raise ConnectorClosedError(", "raise TransportError(", "closing_ends_a_wait"),
         (
             "objects_of(request_id, self._stored.items())",
             "[path for path, key in self._stored.items() if request_id in key.key]",

@@ -28,7 +28,6 @@ from omni_connector.objects.peer import QUESTIONS, Find, Missing
 from omni_connector.objects.shm import SharedMemoryConnector
 from omni_connector.transports.shm import ANSWERS, Attach, AttachReply
 from tests import inspection
-from tests.patience import wait_until
 
 SOON_S = 60.0
 KIND = f"o{PROTOCOL}-"
@@ -267,11 +266,3 @@ def test_a_peer_that_answers_late_is_found_by_who_waits(place: Path) -> None:
         connection.close()
         assert receiver.get("0", "1", "key") is None
     store.close()
-
-
-def test_peers_that_have_gone_are_let_go_of(place: Path, connector: SharedMemoryConnector) -> None:
-    with SharedMemoryConnector(folder=place) as owner:
-        owner.put("0", "1", "key", b"object")
-        assert connector.get("0", "1", "key") == (b"object", 6)
-        assert len(inspection.senders_asked(connector)) == 1
-    wait_until(lambda: not inspection.senders_asked(connector))

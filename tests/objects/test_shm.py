@@ -4,7 +4,6 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from omni_connector.objects.shm import SharedMemoryConnector
 from omni_connector.testing import FakeClock
 from omni_connector.testing.conformance import ObjectConformance
 from tests import inspection
-from tests.patience import PATIENCE_S, wait_until
+from tests.patience import wait_until
 
 from ..peer_processes import EXPORT, Peer
 from ..stopping import stop
@@ -123,25 +122,6 @@ def test_the_objects_of_a_sender_that_stands_still_are_found_at_once(
         os.kill(peer.process.pid, signal.SIGCONT)
 
 
-def test_an_object_that_is_got_once_is_gone_for_everybody(place: Path) -> None:
-    with (
-        SharedMemoryConnector(folder=place) as sender,
-        SharedMemoryConnector(folder=place) as once,
-        SharedMemoryConnector(folder=place) as other,
-    ):
-        once.consumes = True
-        for turn in range(3):
-            # The same key each time: the older object is never got again, whoever is slow.
-            assert once.get("0", "1", "key") is None
-            assert sender.put("0", "1", "key", b"%d" % turn)[0]
-            assert once.get("0", "1", "key") == (b"%d" % turn, 1)
-        wait_until(lambda: other.get("0", "1", "key") is None)
-        assert sender.health()["objects"] == 0
-        assert once.put("0", "1", "own", b"x")[0]
-        assert once.get("0", "1", "own") == (b"x", 1)
-        assert once.get("0", "1", "own") is None
-
-
 def test_receiver_killed_in_the_middle_of_a_get_harms_nobody(
     start: Callable[[str], Peer], place: Path
 ) -> None:
@@ -158,23 +138,6 @@ def test_receiver_killed_in_the_middle_of_a_get_harms_nobody(
         assert (health["status"], health["objects"]) == ("healthy", 0)
         assert health["free_object_bytes"] == 13104 * 4096
         assert sender.put("0", "1", "key", [np.ones(6 << 20)])[0]
-
-
-def test_two_receivers_in_other_processes_both_get_it(
-    start: Callable[[str], Peer], place: Path
-) -> None:
-    script = (
-        "found = connector.get('0', '1', 'key')\n"
-        "say(int(found[0]['a'].sum()) + found[0]['b'][0] if found else found)\n"
-    )
-    with SharedMemoryConnector(folder=place) as sender:
-        sender.put("0", "1", "key", {"a": np.arange(3 << 20), "b": [7]})
-        wanted = str(sum(range(3 << 20)) + 7)
-        assert [start(script).line() for _ in range(2)] == [wanted] * 2
-        sender.put("0", "1", "key", {"a": np.ones(3), "b": [1]})
-        assert start(script).line() == "4"
-        sender.cleanup("key")
-        assert start(script).line() == "None"
 
 
 def test_more_than_the_arena_holds_arrives_in_another_process_without_cleanup(
@@ -241,13 +204,6 @@ def test_objects_of_receivers_that_never_come_make_room(place: Path) -> None:
         assert [sender.get("0", "1", key) for key in "abc"] == [(b"a", 1), None, (b"c", 1)]
 
 
-@pytest.mark.parametrize("metadata", ["shm", b"x", 7, [1], [("address", "/x")], np.ones(2), {}])
-def test_metadata_that_names_nobody_is_no_hint(place: Path, metadata: object) -> None:
-    with SharedMemoryConnector(folder=place, geometry=(2, 4096)) as connector:
-        connector.put("0", "1", "k", b"x")
-        assert connector.get("0", "1", "k", metadata) == (b"x", 1)  # type: ignore[arg-type]
-
-
 def test_object_larger_than_the_arena_is_refused_with_the_setting(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -260,23 +216,6 @@ def test_object_larger_than_the_arena_is_refused_with_the_setting(
         assert sender.put("0", "1", "key", [np.zeros(3 << 20, np.uint8)])[0]
     assert "(4194" in caplog.text
     assert "raise object_gib" in caplog.text
-
-
-def test_closing_ends_the_waits_and_those_that_begin_later(place: Path) -> None:
-    receiver = SharedMemoryConnector(folder=place)
-    hour = time.monotonic() + 3600.0  # who goes on asking hangs
-    got: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: got.append(receiver.get_with_deadline("0", "1", "key", deadline=hour)),
-        daemon=True,
-    )
-    thread.start()
-    time.sleep(0.1)
-    assert thread.is_alive()
-    receiver.close()
-    thread.join(PATIENCE_S)
-    assert got == [None]
-    assert receiver.get_with_deadline("0", "1", "key", deadline=hour) is None
 
 
 def test_tensors_stay_when_the_connectors_are_closed(place: Path) -> None:
@@ -299,20 +238,6 @@ def test_object_that_was_altered_in_memory_is_not_served(
         with caplog.at_level("WARNING", "omni_connector.objects.base"):
             assert reader.get("0", "1", "key") is None
     assert "wrong checksum" in caplog.text
-
-
-def test_bytes_that_are_no_object_are_not_served(
-    place: Path, reader: SharedMemoryConnector, caplog: pytest.LogCaptureFixture
-) -> None:
-    key = ObjectKey("0", "1", "key")
-    with SharedMemoryConnector(folder=place) as sender:
-        for content in (b"", b"short", bytes(100), b"\xff" * 100):
-            sender.store_object(key, [memoryview(content)])
-            caplog.clear()
-            with caplog.at_level("WARNING", "omni_connector.objects.base"):
-                found = reader.get("0", "1", "key")
-            assert found is None or found[0] == content[:-17]
-            assert (found is None) == ("get of 'key'" in caplog.text)
 
 
 def test_the_objects_of_a_sender_that_has_gone_are_let_go_of(

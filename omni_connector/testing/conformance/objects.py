@@ -452,7 +452,27 @@ class ObjectVerbs(ObjectFixtures):
         assert connector.health()["status"] == "closed"
         assert connector.put("0", "1", "key", b"object") == (False, 0, None)
         assert connector.get("0", "1", "key") is None
+        # A wait that begins now ends at once.
+        deadline = time.monotonic() + WAIT_S
+        assert connector.get_with_deadline("0", "1", "key", deadline=deadline) is None
+        assert time.monotonic() < deadline
         connector.cleanup("key")
+
+    def test_closing_ends_a_wait(self, open_connector: Open) -> None:
+        receiver = open_connector()
+        deadline = time.monotonic() + WAIT_S
+        found: list[Any] = []
+        waiting = threading.Thread(
+            target=lambda: found.append(
+                receiver.get_with_deadline("0", "1", "k", deadline=deadline)
+            )
+        )
+        waiting.start()
+        time.sleep(0.1)
+        receiver.close()
+        waiting.join(2 * WAIT_S)
+        assert found == [None]
+        assert time.monotonic() < deadline
 
     def test_health(self, open_connector: Open) -> None:
         connector = open_connector()

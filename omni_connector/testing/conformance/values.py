@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 ARRAY_DTYPES = (
     "bool",
     "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
     "int8",
     "int16",
     "int32",
