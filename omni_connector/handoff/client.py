@@ -119,7 +119,8 @@ class PeerSession:
         self.failed_at = 0.0
         self._compatibility = compatibility
         self._clock = clock
-        self._handshake_reply: HandshakeReply | None = None
+        self._handshake_reply: HandshakeReply | None = None  # the last one
+        self._introduced = False
         self._introduction_ends = clock() + INTRODUCTION_S
         self._next_sequence = 0
         self._unsent: deque[PendingLease] = deque()
@@ -135,7 +136,7 @@ class PeerSession:
 
     @property
     def _awaits_handshake(self) -> bool:
-        return self._handshake_reply is None and self.failure is None
+        return not self._introduced and self.failure is None
 
     def release(self, lease: Lease) -> Release:
         """What to send when a lease is not needed any more."""
@@ -150,7 +151,7 @@ class PeerSession:
         """This engine has learned more of its weights. The session ends if they differ from those
         of the peer; loads under way go on."""
         self._compatibility = compatibility
-        if self._handshake_reply is not None and self.failure is None:
+        if self._introduced and self._handshake_reply is not None and self.failure is None:
             self._compare(self._handshake_reply)
 
     def _compare(self, handshake_reply: HandshakeReply) -> bool:
@@ -166,10 +167,10 @@ class PeerSession:
         """Ask for a hand-off; returns what to send now."""
         if self.failure is not None:
             pending.fail(self.failure)
-        elif self._handshake_reply is None:
-            self._unsent.append(pending)
-        else:
+        elif self._introduced and self._handshake_reply is not None:
             return self._send(pending, self._handshake_reply)
+        else:
+            self._unsent.append(pending)
         return []
 
     def _send(self, pending: PendingLease, handshake_reply: HandshakeReply) -> list[Request]:
@@ -220,6 +221,7 @@ class PeerSession:
         if not self._compare(handshake_reply):  # the peer should have refused us
             return []
         self._handshake_reply = handshake_reply
+        self._introduced = True
         out: list[Request] = []
         while self._unsent:
             out += self._send(self._unsent.popleft(), handshake_reply)
@@ -235,9 +237,9 @@ class PeerSession:
         # A server keeps a limited number of peers; it has forgotten us since the handshake.
         pending.asked_again = True
         self._unsent.append(pending)
-        if self._handshake_reply is None:  # another request has begun the handshake already
+        if not self._introduced:  # another request has begun the handshake already
             return []
-        self._handshake_reply = None
+        self._introduced = False
         self._introduction_ends = self._clock() + INTRODUCTION_S
         return [self.handshake()]
 

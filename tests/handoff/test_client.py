@@ -9,7 +9,6 @@ import pytest
 
 from omni_connector.errors import (
     IncompatiblePeerError,
-    OmniError,
     PeerUnreachableError,
     ProtocolError,
 )
@@ -105,20 +104,16 @@ def error_of(future: "Future[Lease]") -> BaseException:
     return error
 
 
-def test_the_session_opens_with_protocol_and_compatibility_key(
-    asking: Asking, compatibility: CompatibilityKey
+def test_lease_requests_before_the_reply_follow_it_in_order(
+    asking: Asking, compatibility: CompatibilityKey, handshake_reply: HandshakeReply
 ) -> None:
     assert asking.session.handshake() == Handshake.of(compatibility)
-
-
-def test_lease_requests_before_the_reply_follow_it_in_order(
-    asking: Asking, handshake_reply: HandshakeReply
-) -> None:
     futures = []
     for _ in range(3):
         future, sent = asking.request_lease()
         assert sent == []
         futures.append(future)
+    assert asking.hear(asking.granted(1)) == []  # nothing was asked for
     sent = asking.hear(handshake_reply)
     assert [type(message) for message in sent] == [LeaseRequest] * 3
     assert [message.token[0] for message in sent if isinstance(message, LeaseRequest)] == [1, 2, 3]
@@ -144,38 +139,19 @@ def test_a_lease_says_where_the_slots_are_and_until_when(
     )
 
 
-def test_answers_find_their_lease_requests_in_any_order(introduced: Asking) -> None:
-    (first, (one,)), (second, (two,)) = introduced.request_lease(), introduced.request_lease()
-    assert isinstance(one, LeaseRequest)
-    assert isinstance(two, LeaseRequest)
-    assert one.sequence != two.sequence
-    introduced.hear(introduced.granted(two.sequence))
-    assert not first.done()
-    assert second.result(0).token == two.token
-    introduced.hear(introduced.granted(one.sequence))
-    assert first.result(0).token == one.token
-
-
 @pytest.mark.parametrize(
     ("hash_id", "kind"), [(None, "blocks"), ("sha256:16:other", "tokens"), ("", "tokens")]
 )
 def test_block_hashes_are_compared_only_between_equal_hashers(
-    hash_id: str | None, kind: str, introduced: Asking
+    hash_id: str | None, kind: str, asking: Asking, handshake_reply: HandshakeReply
 ) -> None:
-    _, (pending,) = introduced.request_lease(hash_id=hash_id)
+    theirs = handshake_reply.hash_id if hash_id != "" else ""
+    asking.hear(msgspec.structs.replace(handshake_reply, hash_id=theirs))
+    _, (pending,) = asking.request_lease(hash_id=hash_id)
     assert isinstance(pending, LeaseRequest)
     assert pending.digest_kind == kind
-    assert pending.digest == introduced.prompt.digest(pending.digest_kind)
-    assert pending.num_tokens == introduced.prompt.num_tokens
-
-
-def test_two_sides_that_do_not_hash_compare_tokens(
-    asking: Asking, handshake_reply: HandshakeReply
-) -> None:
-    asking.hear(msgspec.structs.replace(handshake_reply, hash_id=""))
-    _, (pending,) = asking.request_lease(hash_id="")
-    assert isinstance(pending, LeaseRequest)
-    assert pending.digest_kind == "tokens"
+    assert pending.digest == asking.prompt.digest(pending.digest_kind)
+    assert pending.num_tokens == asking.prompt.num_tokens
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -193,32 +169,23 @@ def test_a_reference_of_another_epoch_is_not_even_asked_for(
     assert error.reason == "other_epoch"
 
 
-def test_a_denial_carries_the_peers_reason(introduced: Asking) -> None:
-    future, (pending,) = introduced.request_lease()
-    assert isinstance(pending, LeaseRequest)
-    assert introduced.hear(LeaseDenied(pending.sequence, "unknown_token")) == []
-    error = error_of(future)
+def test_each_request_has_its_answer_and_answers_to_nothing_are_ignored(
+    introduced: Asking,
+) -> None:
+    futures = [introduced.request_lease()[0] for _ in range(3)]
+    assert introduced.hear(introduced.granted(4)) == []
+    assert introduced.hear(LeaseDenied(4, "x")) == []
+    assert introduced.hear(introduced.granted(2)) == []
+    assert introduced.hear(LeaseDenied(3, "unknown_token")) == []
+    assert [each.done() for each in futures] == [False, True, True]
+    assert futures[1].result(0).token[0] == 2
+    error = error_of(futures[2])
     assert isinstance(error, LeaseDeniedError)
     assert error.reason == "unknown_token"
     assert introduced.session.failure is None
-
-
-def test_answers_to_nothing_that_was_asked_are_ignored(introduced: Asking) -> None:
-    future, (pending,) = introduced.request_lease()
-    assert isinstance(pending, LeaseRequest)
-    other = pending.sequence + 1
-    assert introduced.hear(introduced.granted(other)) == []
-    assert introduced.hear(LeaseDenied(other, "x")) == []
-    assert not future.done()
-    introduced.hear(introduced.granted(pending.sequence))
-    assert introduced.hear(introduced.granted(pending.sequence)) == []  # and a second answer
-    assert future.result(0).granted.sequence == pending.sequence
-
-
-def test_a_lease_before_the_reply_is_ignored(asking: Asking) -> None:
-    future, _ = asking.request_lease()
-    assert asking.hear(asking.granted(1)) == []
-    assert not future.done()
+    for _ in range(2):  # and a second answer
+        assert introduced.hear(introduced.granted(1)) == []
+    assert futures[0].result(0).granted.sequence == 1
 
 
 @pytest.mark.parametrize("when", ["before the reply", "before the lease"])
@@ -300,16 +267,9 @@ def test_an_introduction_that_does_not_come_fails_the_session(asking: Asking) ->
     assert asking.session.deadline() == float("inf")
 
 
-def test_an_idle_introduced_session_has_nothing_to_do(introduced: Asking, clock: FakeClock) -> None:
-    assert introduced.session.deadline() == float("inf")
-    clock.advance(10 * INTRODUCTION_S)
-    assert introduced.session.tick() == []
-    assert introduced.session.failure is None
-
-
 def test_a_refusal_names_the_field_as_seen_from_here(asking: Asking) -> None:
     future, _ = asking.request_lease()
-    asking.hear(Refused("dtype", "of the server", "of the client"))
+    assert asking.hear(Refused("dtype", "of the server", "of the client")) == []
     for error in (error_of(future), error_of(asking.request_lease()[0])):
         assert isinstance(error, IncompatiblePeerError)
         assert (error.field, error.ours, error.theirs) == (
@@ -331,25 +291,15 @@ def test_a_malformed_reply_fails_the_session_and_all_its_lease_requests(
 
     other = Asking(asking.clock, asking.session._compatibility, handshake_reply, asking.prompt)
     other.hear(handshake_reply)
+    assert other.session.deadline() == float("inf")
     sent, _ = other.request_lease()
     assert other.session.receive(frame) == []
     assert isinstance(error_of(sent), ProtocolError)
+    assert other.hear(handshake_reply) == []
     after, messages = other.request_lease()
     assert messages == []
-    assert isinstance(error_of(after), ProtocolError)
-
-
-def test_a_failed_session_fails_lease_requests_sent_unsent_and_later(
-    asking: Asking, handshake_reply: HandshakeReply
-) -> None:
-    unsent, _ = asking.request_lease()
-    failure: OmniError = PeerUnreachableError("gone")
-    asking.session.fail(failure)
-    assert asking.hear(handshake_reply) == []
-    later, sent = asking.request_lease()
-    assert sent == []
-    assert error_of(unsent) is error_of(later) is failure
-    assert asking.session.deadline() == float("inf")
+    assert error_of(after) is error_of(sent)
+    assert other.session.deadline() == float("inf")
 
 
 def test_a_digest_that_fails_loses_no_other_lease_request(
@@ -419,36 +369,44 @@ def _with_files(reply: HandshakeReply, files: str) -> HandshakeReply:
     return msgspec.structs.replace(reply, compatibility=theirs)
 
 
-def test_a_session_ends_when_its_engine_learns_that_the_peer_has_other_files(
-    asking: Asking, compatibility: CompatibilityKey, handshake_reply: HandshakeReply
+@pytest.mark.parametrize("theirs", ["f", "other", ""], ids=["equal", "differ", "untold"])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_session_goes_on_unless_its_engine_learns_that_the_peer_has_other_files(
+    asking: Asking,
+    compatibility: CompatibilityKey,
+    handshake_reply: HandshakeReply,
+    theirs: str,
+    early: bool,
 ) -> None:
-    asking.hear(_with_files(handshake_reply, "f"))
     future, _ = asking.request_lease()
-    asking.session.learn(msgspec.structs.replace(compatibility, weight_files="g"))
-    error = error_of(future)
-    assert isinstance(error, IncompatiblePeerError)
-    assert (error.field, error.ours, error.theirs) == ("weight_files", "g", "f")
-
-
-@pytest.mark.parametrize("theirs", ["f", ""], ids=["equal", "untold"])
-def test_a_session_goes_on_when_its_engine_learns_what_contradicts_nothing(
-    asking: Asking, compatibility: CompatibilityKey, handshake_reply: HandshakeReply, theirs: str
-) -> None:
-    asking.hear(_with_files(handshake_reply, theirs) if theirs else handshake_reply)
-    future, _ = asking.request_lease()
+    reply = _with_files(handshake_reply, theirs) if theirs else handshake_reply
     learned = msgspec.structs.replace(compatibility, weight_files="f")
+    if not early:
+        asking.hear(reply)
     asking.session.learn(learned)
-    assert not future.done()
     assert asking.session.handshake() == Handshake.of(learned)
-    asking.hear(asking.granted(1))
-    assert future.result().sequence == 1
+    if early:
+        assert not future.done()
+        asking.hear(reply)
+    if theirs == "other":
+        error = error_of(future)
+        assert isinstance(error, IncompatiblePeerError)
+        assert (error.field, error.ours, error.theirs) == ("weight_files", "f", "other")
+    else:
+        asking.hear(asking.granted(1))
+        assert future.result().sequence == 1
 
 
-def test_what_is_learned_before_the_reply_is_compared_with_it(
-    asking: Asking, compatibility: CompatibilityKey, handshake_reply: HandshakeReply
+def test_a_lease_that_comes_while_we_are_introduced_again_is_taken(
+    introduced: Asking, handshake_reply: HandshakeReply
 ) -> None:
-    future, _ = asking.request_lease()
-    asking.session.learn(msgspec.structs.replace(compatibility, weight_files="g"))
-    assert not future.done()
-    asking.hear(_with_files(handshake_reply, "f"))
-    assert isinstance(error_of(future), IncompatiblePeerError)
+    """The peer has forgotten us, and grants what had waited there for its copies."""
+    (waited, _), (denied, _) = introduced.request_lease(), introduced.request_lease()
+    assert introduced.hear(LeaseDenied(2, "not_introduced")) == [introduced.session.handshake()]
+    assert introduced.hear(introduced.granted(1)) == []
+    assert waited.result(0).handshake_reply == handshake_reply
+    later, sent = introduced.request_lease()
+    assert sent == []
+    assert len(introduced.hear(handshake_reply)) == 2
+    assert not denied.done()
+    assert not later.done()
