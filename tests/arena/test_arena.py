@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -104,12 +105,6 @@ def test_size_and_content_are_sealed(arena: Arena) -> None:
     arena.slots[0, 0] = 1
 
 
-def test_slots_start_on_pages(arena: Arena) -> None:
-    assert arena.slots.ctypes.data % 4096 == 0
-    assert arena.slots.flags.c_contiguous
-    assert arena.slots.flags.writeable
-
-
 @pytest.mark.parametrize(("n_slots", "slot_bytes"), [(0, 4096), (-1, 4096), (1, 0), (1, 4097)])
 def test_impossible_geometry_is_refused(n_slots: int, slot_bytes: int) -> None:
     with pytest.raises(ValueError, match="slot"):
@@ -121,34 +116,6 @@ def test_more_memory_than_there_can_be_is_refused_cleanly() -> None:
     with pytest.raises(TransportError):
         Arena.create(1 << 50, 1 << 20)
     assert open_fds() <= before
-
-
-def test_epochs_differ() -> None:
-    with Arena.create(1, 4096) as one, Arena.create(1, 4096) as other:
-        assert one.epoch != other.epoch
-
-
-def test_publish_needs_the_generation_being_written(arena: Arena) -> None:
-    with pytest.raises(StaleSlotError):
-        arena.publish(0, 0, b"", 0, 0)
-    arena.begin_write(0, 5)
-    with pytest.raises(StaleSlotError):
-        arena.publish(0, 4, b"", 0, 0)
-    arena.begin_write(0, 6)
-    with pytest.raises(StaleSlotError):
-        arena.publish(0, 5, b"", 0, 0)
-    arena.retire(0)
-    with pytest.raises(StaleSlotError):
-        arena.publish(0, 6, b"", 0, 0)
-
-
-def test_published_generation_cannot_be_written_again(arena: Arena) -> None:
-    arena.begin_write(0, 5)
-    arena.begin_write(0, 5)  # a write that was given up may start again
-    arena.publish(0, 5, b"", 0, 0)
-    with pytest.raises(ValueError, match="already published"):
-        arena.begin_write(0, 5)
-    assert arena.verify(0, 5).generation == 5
 
 
 def test_out_of_range_arguments_are_refused(arena: Arena) -> None:
@@ -175,13 +142,6 @@ def test_out_of_range_arguments_are_refused(arena: Arena) -> None:
         with pytest.raises(ValueError):
             arena.publish(0, 1, key, length, checksum)
     assert arena.header(0).state is SlotState.WRITING
-
-
-def test_numpy_integers_are_taken(arena: Arena) -> None:
-    slot, generation = np.int64(2), np.uint64(2**63)
-    arena.begin_write(slot, generation)
-    arena.publish(slot, generation, b"", np.int64(5), np.uint64(2**64 - 1))
-    assert arena.verify(2, 2**63).checksum == 2**64 - 1
 
 
 def test_impossible_headers_of_a_peer_are_refused(arena: Arena, view: ArenaView) -> None:
@@ -242,13 +202,6 @@ def test_forged_superblock_is_refused(
     assert open_fds() <= before
 
 
-def test_faithful_forgery_is_accepted() -> None:
-    fd = forged(lambda mapped: None)
-    with ArenaView.open(fd, epoch=b"e" * 16, n_slots=N_SLOTS, slot_bytes=SLOT_BYTES) as view:
-        os.close(fd)
-        assert view.slots.shape == (N_SLOTS, SLOT_BYTES)
-
-
 @pytest.mark.parametrize("missing", [1 << bit for bit in range(8) if SEALS & 1 << bit])
 def test_file_without_a_seal_is_refused(missing: int) -> None:
     fd = forged(lambda mapped: None, seals=SEALS & ~missing)
@@ -257,11 +210,11 @@ def test_file_without_a_seal_is_refused(missing: int) -> None:
     os.close(fd)
 
 
-@pytest.mark.parametrize("change", [-4096, 4096])
-def test_file_of_another_size_is_refused(change: int) -> None:
+@pytest.mark.parametrize("change", [-4096, 0, 4096])
+def test_only_a_file_of_the_right_size_is_opened(change: int) -> None:
     fd = forged(lambda mapped: None, size=ArenaGeometry(N_SLOTS, SLOT_BYTES).total_bytes + change)
-    with pytest.raises(ProtocolError, match="bytes"):
-        ArenaView.open(fd, epoch=b"e" * 16, n_slots=N_SLOTS, slot_bytes=SLOT_BYTES)
+    with pytest.raises(ProtocolError, match="bytes") if change else contextlib.nullcontext():
+        ArenaView.open(fd, epoch=b"e" * 16, n_slots=N_SLOTS, slot_bytes=SLOT_BYTES).close()
     os.close(fd)
 
 
@@ -347,6 +300,7 @@ def raw_headers(arena: Arena) -> bytes:
     key=st.binary(max_size=33),
     length=st.integers(-1, SLOT_BYTES + 1),
     publishes=st.booleans(),
+    alone=st.booleans(),
 )
 @example(
     headers=[(1, 5, b"", 0, 0)] * N_SLOTS,
@@ -355,6 +309,16 @@ def raw_headers(arena: Arena) -> bytes:
     key=b"key",
     length=7,
     publishes=True,
+    alone=False,
+)
+@example(
+    headers=[(1, 1 << 63, b"", 0, 0)] * N_SLOTS,
+    slots=[2],
+    generations=[1 << 63] * 6,
+    key=b"key",
+    length=7,
+    publishes=True,
+    alone=True,
 )
 def test_the_headers_of_several_slots_are_written_or_none(
     headers: list[tuple[int, int, bytes, int, int]],
@@ -363,9 +327,12 @@ def test_the_headers_of_several_slots_are_written_or_none(
     key: bytes,
     length: int,
     publishes: bool,
+    alone: bool,
 ) -> None:
+    """By the calls for several slots, or by those for one."""
+    slots = slots[:1] if alone else slots
     ids = np.array(slots, np.int64)
-    new = np.array(generations[: len(ids)])
+    new = np.array(generations[: len(ids)], np.uint64 if max(generations) > 6 else np.int64)
     keys = [key[: at + 28] for at in range(len(ids))]
     sums = np.arange(len(ids), dtype=np.uint64) + np.uint64((1 << 64) - 9)
     before = [
@@ -393,7 +360,11 @@ def test_the_headers_of_several_slots_are_written_or_none(
         assert arena._map is not None
         arena._map[4096 : 4096 + 64 * N_SLOTS] = b"".join(before)
         try:
-            if publishes:
+            if alone and publishes:
+                arena.publish(ids[0], new[0], keys[0], np.int64(length), sums[0])
+            elif alone:
+                arena.begin_write(ids[0], new[0])
+            elif publishes:
                 arena.publish(ids, new, keys, length, sums)
             else:
                 arena.begin_write(ids, new)
@@ -428,25 +399,17 @@ def test_a_slot_that_is_written_again_while_its_header_is_read_is_refused(
     assert view.verify_all(np.array([0, 1]), np.array([5, 6])).keys == [b"key", b"other"]
 
 
-def test_view_outlives_the_owner() -> None:
-    arena = Arena.create(2, 4096)
-    arena.begin_write(1, 3)
-    arena.slots[1] = 9
-    arena.publish(1, 3, b"", 4096, 0)
-    view = view_of(arena)
-    arena.close()
-    assert (view.slots[1] == 9).all()
-    assert view.verify(1, 3).length == 4096
-    view.close()
-
-
 def test_closed_arena_refuses_and_held_arrays_stay_valid() -> None:
     before = open_fds()
     arena = Arena.create(2, 4096, prefault=True)
     view = view_of(arena)
+    arena.begin_write(1, 3)
+    arena.publish(1, 3, b"", 4096, 0)
     held, seen = arena.slots, view.slots
+    arena.close()
+    arena.close()
+    assert view.verify(1, 3).length == 4096
     for _ in range(2):
-        arena.close()
         view.close()
     held[1] = 5
     assert (seen[1] == 5).all()
@@ -507,11 +470,3 @@ def test_prefault_without_memory_is_an_error(arena: Arena, monkeypatch: pytest.M
     arena.close()
     with pytest.raises(TransportError, match="closed"):
         arena.prefault(2 * SLOT_BYTES, 4096)
-
-
-@pytest.mark.parametrize("generation", [0, 1, (1 << 64) - 1])
-def test_a_generation_is_any_number_of_64_bits(generation: int) -> None:
-    with Arena.create(1, 4096) as arena:
-        arena.begin_write(0, generation)
-        arena.publish(0, generation, b"", 4096, 0)
-        arena.begin_write(0, (generation + 1) % (1 << 64))

@@ -2,7 +2,6 @@
 """What an index says was said by its owner, whatever its bytes are; all else is a miss."""
 
 import fcntl
-import mmap
 import os
 import subprocess
 import sys
@@ -361,23 +360,6 @@ def test_impossible_sizes_are_refused(num_slots: int) -> None:
         BlockIndex.create(num_slots, EPOCH)
     with BlockIndex.create(1, EPOCH) as index, pytest.raises(ProtocolError, match="impossible"):
         BlockIndexView.open(index.fd, epoch=EPOCH, num_slots=num_slots)
-
-
-def test_an_epoch_has_sixteen_bytes(index: BlockIndex) -> None:
-    with pytest.raises(ValueError, match="16 bytes"):
-        BlockIndex.create(1, b"short")
-    with pytest.raises(ProtocolError, match="5 bytes"):
-        BlockIndexView.open(index.fd, epoch=b"short", num_slots=N_SLOTS)
-
-
-def test_only_the_owner_can_write_and_nobody_can_resize(index: BlockIndex) -> None:
-    for resize in (0, index_bytes(N_SLOTS) + PAGE_BYTES):
-        with pytest.raises(PermissionError):
-            os.ftruncate(index.fd, resize)
-    with pytest.raises(PermissionError):
-        mmap.mmap(index.fd, PAGE_BYTES)
-    with pytest.raises(PermissionError):
-        os.pwrite(index.fd, b"x", 0)
 
 
 def forged(raw: bytes, seals: int = SEALS) -> int:

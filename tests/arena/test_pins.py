@@ -235,12 +235,3 @@ def test_of_two_pins_the_one_that_ends_later_counts(pins: list[float], stays: bo
     clock.advance(10)
     pool.end_pins(clock())
     assert pool.pinned(slots).all() == stays
-
-
-def test_a_hand_off_needs_no_room_for_the_pinned_slots_that_it_uses_again() -> None:
-    pool = SlotPool(8)
-    full(pool, [b"a", b"b"])
-    assert pool.pin(pool.find(0, [b"a", b"b"]), 5.0) == 2
-    taken = pool.take([[bytes([each]) for each in b"abcdefgh"]], [0])
-    assert taken is not None
-    assert sorted(taken[0][0].tolist()) == list(range(8))

@@ -29,7 +29,6 @@ from tests.patience import wait_until
 MIB = 1 << 20
 SIZE = 9 * MIB + 4096
 WINDOW = 4 * MIB
-ORDINARY_WINDOW = module._WINDOW  # before `_quick`
 
 
 @pytest.fixture(autouse=True)
@@ -173,8 +172,12 @@ def test_memory_that_others_need_is_left_to_them(
     memory: Memory, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = iter([module.spared_bytes() + 100 * MIB, module.spared_bytes() + 100 * MIB, 1 << 20])
-    prefaulter = Prefaulter(memory.fd, memory.mapped, available=lambda: next(left))
+    told: list[int] = []
+    prefaulter = Prefaulter(
+        memory.fd, memory.mapped, available=lambda: next(left), populated=told.append
+    )
     wait_until(lambda: finished(prefaulter))
+    assert told == [WINDOW, 2 * WINDOW]
     assert 2 * WINDOW <= memory.allocated < SIZE
     (record,) = caplog.records
     assert record.levelname == "WARNING"
@@ -298,11 +301,6 @@ def test_a_reader_maps_nothing_while_a_copy_runs(memory: Memory) -> None:
     mapped.close()
 
 
-def test_memory_is_asked_for_in_whole_steps() -> None:
-    assert ORDINARY_WINDOW >= module._STEP
-    assert ORDINARY_WINDOW % module._STEP == 0
-
-
 def test_a_reader_gives_up_where_nothing_comes(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,20 +325,6 @@ def test_an_arena_is_mapped_in_advance_once_it_is_read() -> None:
                     assert view._prefaulter is not None
     assert open_fds() <= before
     assert threading.active_count() <= threads
-
-
-def test_a_reader_that_is_closed_while_it_waits_leaves_nothing() -> None:
-    before, mapped, threads = open_fds(), mappings(), threading.active_count()
-    with (
-        Arena.create(64, MIB) as arena,
-        ArenaView.open(
-            arena.fd, epoch=arena.epoch, n_slots=64, slot_bytes=MIB, prefault=True
-        ) as view,
-    ):
-        assert not view.slots[3].any()
-    assert open_fds() <= before
-    assert threading.active_count() <= threads
-    assert mappings() <= mapped
 
 
 class Device:
@@ -473,14 +457,3 @@ def test_the_end_of_the_whole_slots_that_are_populated_is_told_and_no_other_is(
         assert told == sorted(set(told))
         assert all(allocated)
         assert (len(told) > 1) == (not large)
-
-
-def test_no_memory_that_others_need_is_pinned(memory: Memory) -> None:
-    left = iter([module.spared_bytes() + 100 * MIB, 1 << 20])
-    told: list[int] = []
-    prefaulter = Prefaulter(
-        memory.fd, memory.mapped, available=lambda: next(left), populated=told.append
-    )
-    wait_until(lambda: finished(prefaulter))
-    prefaulter.stop()
-    assert told == [WINDOW]

@@ -24,6 +24,7 @@ from omni_connector.handoff.server import ControlServer
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.net.keys import ClusterKey
 from omni_connector.runtime.context import PROCESS_CONTEXT
+from omni_connector.runtime.turns import Turn
 
 PROMPT = Prompt(token_ids=(1, 2, 3), num_tokens=3)
 LONG = 60.0  # a deadline that only a hang reaches
@@ -112,6 +113,25 @@ class Asker:
         return ask(self.channel, engine.tcp, handoff.token, engine.handshake_reply.epoch)
 
 
+class ByHand:
+    """In the place of the channel's thread: makes its turns when it is told."""
+
+    def __init__(self, name: str, turn: Turn, *, end: Callable[[], object], **_: object) -> None:
+        self.turn = turn
+        self._end = end
+
+    def wake(self) -> None:
+        """Nobody sleeps."""
+
+    def join(self, timeout: float) -> None:
+        while self.turn() is not None:
+            pass
+        self._end()
+
+    def is_alive(self) -> bool:
+        return True
+
+
 def ask(
     channel: ControlChannel,
     address: str,
@@ -131,18 +151,10 @@ def failure(future: "Future[Lease]") -> BaseException:
     return error
 
 
-def start_peer(
-    path: Path, compatibility: CompatibilityKey, *options: str
-) -> "subprocess.Popen[str]":
+def start_peer(path: Path, compatibility: CompatibilityKey) -> "subprocess.Popen[str]":
     """`peer.py`, in a process of its own."""
     return subprocess.Popen(
-        [
-            sys.executable,
-            str(PEER),
-            str(path),
-            msgspec.json.encode(compatibility).decode(),
-            *options,
-        ],
+        [sys.executable, str(PEER), str(path), msgspec.json.encode(compatibility).decode()],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A serving engine in a process of its own, for tests that kill it.
 
-Arguments: path of its socket, its compatibility key in JSON; with a third one, the path of
-a key file, it serves on TCP too. It prints the token of a hand-off that is never copied and its
-TCP address, then "pending" while a lease request for it waits, and ends with its standard input.
+Arguments: path of its socket, its compatibility key in JSON. It prints the token of a hand-off
+that is never copied, then "pending" while a lease request for it waits, and ends with its standard
+input.
 """
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -19,8 +18,6 @@ from omni_connector.handoff.messages import HandshakeReply
 from omni_connector.handoff.prompt import Prompt
 from omni_connector.handoff.server import ControlServer
 from omni_connector.kv.compatibility import CompatibilityKey
-from omni_connector.net.keys import load_key
-from omni_connector.net.peers import HostPort
 from omni_connector.runtime.context import PROCESS_CONTEXT
 from omni_connector.transports.base import Endpoint
 
@@ -47,15 +44,12 @@ def tick() -> None:
 handoff = directory.open(Prompt(token_ids=(1, 2, 3), num_tokens=3), [[None]])
 assert handoff is not None
 directory.commit(handoff)
-key_file = sys.argv[3] if len(sys.argv) > 3 else None
 channel = ControlChannel(
     compatibility=compatibility,
     server=server,
     listen=Path(sys.argv[1]),
-    listen_tcp=None if key_file is None else HostPort("127.0.0.1", 0),
-    key=None if key_file is None else load_key(key_file),
     on_tick=tick,
 )
-print(json.dumps([handoff.token.hex(), str(channel.tcp_address)]), flush=True)
+print(handoff.token.hex(), flush=True)
 sys.stdin.read()
 channel.close()

@@ -102,19 +102,6 @@ def directory(clock: FakeClock) -> SlotDirectory:
     return SlotDirectory(8, EngineContext(clock), TTL)
 
 
-def test_a_handoff_takes_a_slot_for_each_block_of_each_group(directory: SlotDirectory) -> None:
-    handoff = opened(directory, [key(1), key(2), None], [key(1)])
-    assert [len(group) for group in handoff.slots] == [3, 1]
-    assert len({n for group in handoff.slots for n in group}) == 4
-    assert missing(directory, handoff) == {(0, 0), (0, 1), (0, 2), (1, 0)}
-    assert len(handoff.token) == TOKEN_BYTES
-    assert directory.usage() == (4, 0, 0)
-
-
-def test_tokens_do_not_repeat(directory: SlotDirectory) -> None:
-    assert opened(directory, [None]).token != opened(directory, [None]).token
-
-
 def test_a_prompt_larger_than_the_arena_is_refused_for_good(directory: SlotDirectory) -> None:
     with pytest.raises(ArenaFullError, match=r"needs 9 slots, the arena has 8; raise arena_gib"):
         directory.open(prompt(), [[None] * 5, [None] * 4])
@@ -178,27 +165,15 @@ def test_copies_are_wanted_while_somebody_holds_their_slots(directory: SlotDirec
     assert opened(directory, [None], asked=asked).slots[0][0] != first.slots[0][0]
 
 
-def test_a_block_filled_twice_is_cached_once(directory: SlotDirectory) -> None:
-    first, second = opened(directory, [key(1)]), opened(directory, [key(1)])
+def test_a_block_filled_twice_is_cached_once_and_one_without_a_key_is_not(
+    directory: SlotDirectory,
+) -> None:
+    first, second = opened(directory, [key(1)]), opened(directory, [key(1), None])
     for handoff in (first, second):
         fill(directory, handoff)
         directory.close(handoff.token)
     assert directory.usage() == (0, 1, 0)
     assert slots(opened(directory, [key(1)])) == slots(first)
-
-
-def test_blocks_without_a_key_go_back_at_once(directory: SlotDirectory) -> None:
-    handoff = opened(directory, [key(1), None])
-    fill(directory, handoff)
-    directory.close(handoff.token)
-    assert directory.usage() == (0, 1, 0)
-
-
-def test_cached_blocks_make_room_oldest_first(clock: FakeClock) -> None:
-    directory = SlotDirectory(3, EngineContext(clock), TTL)
-    one, two, three = (cached(directory, key(n))[0] for n in (1, 2, 3))
-    cached(directory, key(1))  # used again: now 2 is the oldest
-    assert [slots(opened(directory, [None]))[0][0] for _ in range(3)] == [two, three, one]
 
 
 def test_free_slots_go_before_cached_ones_and_low_ones_first(clock: FakeClock) -> None:
@@ -225,6 +200,27 @@ def test_a_lease_request_for_another_prompt_gets_nothing(directory: SlotDirector
         assert answer == LeaseAnswer(LeaseState.OTHER_PROMPT)
     assert directory.usage()[2] == 0
     assert request_lease(directory, handoff) is LeaseState.GRANTED
+
+
+def test_handoffs_and_leases_end_in_the_order_of_their_times(
+    directory: SlotDirectory, clock: FakeClock
+) -> None:
+    """And not in that of their beginnings."""
+    first, second = opened(directory, [None]), opened(directory, [None])
+    for handoff, leases in ((first, (1, 2)), (second, (1,))):
+        fill(directory, handoff)
+        directory.commit(handoff)
+        for lease in leases:
+            request_lease(directory, handoff, lease)
+    clock.advance(TTL / 2)
+    request_lease(directory, first, 1)
+    clock.advance(TTL / 2)
+    assert directory.expire() == 1
+    assert second.closed
+    assert list(first.leases) == [1]
+    clock.advance(TTL / 2)
+    assert directory.expire() == 1
+    assert directory.usage() == (0, 0, 0)
 
 
 # One model block: what a slot holds, told apart by when and for whom it was taken.
@@ -321,6 +317,8 @@ class DirectoryMachine(RuleBasedStateMachine):
             return
         if twins:
             assert slots(handoff) == slots(twins[0])
+        assert len(handoff.token) == TOKEN_BYTES
+        assert handoff.token not in self.live
         used: set[int] = set()
         for g, group in enumerate(keys):
             for i, block_key in enumerate(group):
@@ -537,125 +535,3 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 TestDirectoryMachine = DirectoryMachine.TestCase
 TestDirectoryMachine.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
-
-
-def test_what_is_leased_again_goes_after_what_was_leased_since(
-    directory: SlotDirectory, clock: FakeClock
-) -> None:
-    """Hand-offs and leases end in the order of their times, not in that of their beginnings."""
-    first, second = opened(directory, [None]), opened(directory, [None])
-    for each in (first, second):
-        fill(directory, each)
-        directory.commit(each)
-    request_lease(directory, first, 1)
-    request_lease(directory, second, 2)
-    clock.advance(TTL / 2)
-    request_lease(directory, first, 1)
-    clock.advance(TTL / 2)
-    assert directory.expire() == 1
-    assert second.closed
-    assert not first.closed
-    assert list(first.leases) == [1]
-    clock.advance(TTL / 2)
-    assert directory.expire() == 1
-    assert directory.usage() == (0, 0, 0)
-
-
-def test_of_two_leases_the_one_that_is_renewed_outlives_the_other(
-    directory: SlotDirectory, clock: FakeClock
-) -> None:
-    handoff = opened(directory, [None])
-    fill(directory, handoff)
-    directory.commit(handoff)
-    for lease in (1, 2):
-        request_lease(directory, handoff, lease)
-    clock.advance(TTL / 2)
-    request_lease(directory, handoff, 1)
-    clock.advance(TTL / 2)
-    assert directory.expire() == 0
-    assert list(handoff.leases) == [1]
-
-
-def test_each_request_is_a_lease_and_the_slots_go_with_the_last(
-    directory: SlotDirectory,
-) -> None:
-    handoff = opened(directory, [None])
-    fill(directory, handoff)
-    directory.commit(handoff)
-    for lease in (1, 2, 1):  # the same request told twice is one
-        assert request_lease(directory, handoff, lease) is LeaseState.GRANTED
-    assert directory.usage() == (1, 0, 2)
-    directory.release(handoff.token, 1)
-    directory.release(handoff.token, 1)
-    directory.release(handoff.token, 3)
-    directory.drop(handoff.token)
-    assert directory.usage() == (1, 0, 1)
-    directory.release(handoff.token, 2)
-    assert directory.usage() == (0, 0, 0)
-    assert request_lease(directory, handoff) is LeaseState.UNKNOWN
-
-
-def test_a_lease_ends_by_itself_and_the_others_go_on(
-    directory: SlotDirectory, clock: FakeClock
-) -> None:
-    handoff = opened(directory, [None])
-    fill(directory, handoff)
-    directory.commit(handoff)
-    request_lease(directory, handoff, 1)
-    clock.advance(TTL / 2)
-    request_lease(directory, handoff, 2)
-    clock.advance(TTL / 2)
-    assert directory.expire() == 0
-    assert directory.usage() == (1, 0, 1)
-    directory.release(handoff.token, 2)
-    assert directory.usage() == (0, 0, 0)
-
-
-def test_what_nobody_will_lease_is_dropped(directory: SlotDirectory) -> None:
-    handoff = opened(directory, [None])
-    directory.drop(handoff.token)
-    assert not handoff.closed  # nobody but its own prefill knows of it yet
-    directory.commit(handoff)
-    directory.drop(handoff.token)
-    directory.drop(handoff.token)
-    assert handoff.closed
-    assert directory.usage() == (0, 0, 0)
-
-
-def test_a_handoff_lives_from_its_commit_and_again_from_its_lease_request(
-    directory: SlotDirectory, clock: FakeClock
-) -> None:
-    handoff = opened(directory, [None])
-    fill(directory, handoff)
-    clock.advance(10 * TTL)
-    assert directory.expire() == 0
-    directory.commit(handoff)
-    clock.advance(TTL - 1)
-    assert directory.expire() == 0
-    assert request_lease(directory, handoff) is LeaseState.GRANTED
-    clock.advance(TTL - 1)
-    assert directory.expire() == 0
-    clock.advance(1)
-    assert directory.expire() == 1
-    assert directory.expire() == 0
-    assert request_lease(directory, handoff) is LeaseState.UNKNOWN
-    assert directory.usage() == (0, 0, 0)
-
-
-def test_void_ends_hand_offs_and_sends_readers_away(directory: SlotDirectory) -> None:
-    leased, unleased = opened(directory, [key(1), None]), opened(directory, [key(2)])
-    for handoff in (leased, unleased):
-        fill(directory, handoff)
-        directory.commit(handoff)
-    request_lease(directory, leased)
-    numbers, generations = directory.void()
-    assert numbers == sorted(slots(leased)[0])
-    for number, generation in zip(numbers, generations, strict=True):
-        assert generation > leased.generations[0][slots(leased)[0].index(number)]
-    assert directory.usage() == (0, 0, 0)
-    for handoff in (leased, unleased):
-        assert request_lease(directory, handoff) is LeaseState.UNKNOWN
-    again = opened(directory, [key(1), *[None] * (directory.num_slots - 1)])
-    assert len(missing(directory, again)) == directory.num_slots
-    for number, generation in zip(numbers, generations, strict=True):
-        assert again.generations[0][slots(again)[0].index(number)] > generation

@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from omni_connector.errors import ProtocolError
 from omni_connector.handoff.messages import (
@@ -52,15 +50,12 @@ REPLIES: list[Reply] = [
 ]
 
 
-@pytest.mark.parametrize("message", REQUESTS, ids=lambda m: type(m).__name__)
-def test_requests_survive_the_wire(message: Request) -> None:
-    assert decode_request(encode(message)) == message
-    assert decode_request(memoryview(encode(message))) == message
-
-
-@pytest.mark.parametrize("message", REPLIES, ids=lambda m: type(m).__name__)
-def test_replies_survive_the_wire(message: Reply) -> None:
-    assert decode_reply(encode(message)) == message
+@pytest.mark.parametrize("message", [*REQUESTS, *REPLIES], ids=lambda m: type(m).__name__)
+def test_messages_survive_the_wire(message: Any) -> None:
+    decode = decode_request if message in REQUESTS else decode_reply
+    assert decode(encode(message)) == decode(memoryview(encode(message))) == message
+    if isinstance(message, Handshake):
+        assert message.decode_compatibility() == PRINT
 
 
 def test_a_request_is_no_reply_and_a_reply_no_request() -> None:
@@ -88,41 +83,6 @@ def test_every_truncation_is_refused(message: Any) -> None:
             decode(raw[:end])
     with pytest.raises(ProtocolError):
         decode(raw + b"\0")
-
-
-def either(raw: bytes) -> None:
-    """Decode both ways; nothing but a message or a `ProtocolError` may come of it."""
-    for decode in (decode_request, decode_reply):
-        try:
-            message = decode(raw)
-        except ProtocolError:
-            continue
-        assert isinstance(message, Request | Reply)
-
-
-@given(message=st.sampled_from([*REQUESTS, *REPLIES]), data=st.data())
-def test_a_flipped_bit_is_a_message_or_a_protocol_error(message: Any, data: st.DataObject) -> None:
-    raw = bytearray(encode(message))
-    for _ in range(data.draw(st.integers(1, 4))):
-        bit = data.draw(st.integers(0, 8 * len(raw) - 1))
-        raw[bit // 8] ^= 1 << (bit % 8)
-    either(bytes(raw))
-
-
-@given(raw=st.binary(max_size=200))
-@example(raw=b"")
-@example(raw=b"\x81\xa4type\xa5\xff\xff\xff\xff\xff")  # a tag that is not UTF-8
-@example(raw=b"\x81\xa1\xff\x01")  # a field name that is not UTF-8
-@example(raw=b"\x91" * 100_000)  # nested deeper than any stack
-@example(raw=b"\xdd\xff\xff\xff\xff")  # an array that claims 4 billion elements
-def test_noise_is_a_message_or_a_protocol_error(raw: bytes) -> None:
-    either(raw)
-
-
-def test_text_that_is_not_utf8_is_a_protocol_error() -> None:
-    raw = encode(LeaseDenied(1, "REASON"))
-    with pytest.raises(ProtocolError, match="malformed"):
-        decode_reply(raw.replace(b"REASON", b"\xff\xfe\xff\xfe\xff\xfe"))
 
 
 def edited(message: Any, **changes: Any) -> bytes:
@@ -220,12 +180,6 @@ def test_a_compatibility_key_out_of_bounds_is_refused(changes: dict[str, Any]) -
     assert isinstance(handshake, Handshake)
     with pytest.raises(ProtocolError):
         handshake.decode_compatibility()
-
-
-def test_a_compatibility_key_survives_the_wire() -> None:
-    handshake = decode_request(encode(Handshake.of(PRINT)))
-    assert isinstance(handshake, Handshake)
-    assert handshake.decode_compatibility() == PRINT
 
 
 @pytest.mark.parametrize("field", ["model", "dtype", "kv_dtype", "integrity", "kv_heads"])

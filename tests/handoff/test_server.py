@@ -132,9 +132,13 @@ def test_a_peer_that_differs_is_told_the_field_and_both_values(
 def test_a_server_that_learns_of_its_weights_asks_for_another_handshake(
     introduced: Served, compatibility: CompatibilityKey, handshake_reply: HandshakeReply
 ) -> None:
-    handoff = introduced.handoff()
+    handoff, waiting = introduced.handoff(), introduced.handoff(committed=False)
+    introduced.say(ALICE, introduced.request_for(handoff, 5))
+    assert introduced.say(ALICE, introduced.request_for(waiting, 3)) == []
     later = msgspec.structs.replace(compatibility, weight_files="f")
-    assert introduced.server.learn(later) == []
+    assert introduced.server.learn(later) == [(ALICE, LeaseDenied(3, "not_introduced"))]
+    assert not introduced.server.has_pending
+    assert introduced.directory.usage()[2] == 1  # no lease ends
     request = introduced.request_for(handoff)
     assert introduced.say(ALICE, request) == [LeaseDenied(1, "not_introduced")]
     (reply,) = introduced.say(ALICE, Handshake.of(compatibility))  # which does not know its own
@@ -154,28 +158,6 @@ def test_a_peer_with_other_files_is_refused_once_both_are_known(
     ]
 
 
-def test_leases_outlive_what_a_server_learns(
-    introduced: Served, compatibility: CompatibilityKey
-) -> None:
-    handoff = introduced.handoff()
-    (lease,) = introduced.say(ALICE, introduced.request_for(handoff, 5))
-    assert isinstance(lease, LeaseGranted)
-    introduced.server.learn(msgspec.structs.replace(compatibility, weight_files="f"))
-    assert introduced.directory.usage()[2] == 1
-    assert introduced.say(ALICE, Release(handoff.token, 5)) == []
-    assert introduced.directory.usage()[2] == 0
-
-
-def test_a_lease_request_that_waits_is_to_be_repeated(
-    introduced: Served, compatibility: CompatibilityKey
-) -> None:
-    handoff = introduced.handoff(filled=False)
-    assert introduced.say(ALICE, introduced.request_for(handoff, 3)) == []
-    later = msgspec.structs.replace(compatibility, weight_files="f")
-    assert introduced.server.learn(later) == [(ALICE, LeaseDenied(3, "not_introduced"))]
-    assert not introduced.server.has_pending
-
-
 def test_a_refusal_of_long_values_still_fits_the_wire(
     served: Served, compatibility: CompatibilityKey
 ) -> None:
@@ -185,14 +167,6 @@ def test_a_refusal_of_long_values_still_fits_the_wire(
     )
     assert isinstance(answer, Refused)
     assert msgspec.msgpack.decode(encode(answer), type=Refused) == answer
-
-
-def test_a_stranger_gets_no_slots(introduced: Served) -> None:
-    handoff = introduced.handoff()
-    assert introduced.say(BOB, introduced.request_for(handoff, 7)) == [
-        LeaseDenied(7, "not_introduced")
-    ]
-    assert introduced.directory.usage()[2] == 0
 
 
 def test_a_complete_handoff_is_granted_with_slots_and_generations(
@@ -260,16 +234,13 @@ def test_a_hand_off_that_ends_while_it_is_leased_is_granted_or_denied(
     assert isinstance(answer, LeaseGranted)
 
 
-def test_an_unknown_token_is_denied(introduced: Served) -> None:
+def test_an_unknown_token_or_another_prompt_is_denied_even_before_the_handoff_is_complete(
+    introduced: Served, make_prompt: Callable[..., Prompt]
+) -> None:
     digest = introduced.prompt.digest("tokens")
     request = LeaseRequest(3, bytes(TOKEN_BYTES), introduced.prompt.num_tokens, digest, "tokens")
     assert introduced.say(ALICE, request) == [LeaseDenied(3, "unknown_token")]
     assert introduced.counts["denied_unknown_token"] == 1
-
-
-def test_another_prompt_is_denied_even_before_the_handoff_is_complete(
-    introduced: Served, make_prompt: Callable[..., Prompt]
-) -> None:
     other = make_prompt(extra=("salt=other",))
     for filled in (True, False):
         handoff = introduced.handoff(filled=filled)
@@ -279,28 +250,24 @@ def test_another_prompt_is_denied_even_before_the_handoff_is_complete(
     assert not introduced.server.has_pending
 
 
-def test_a_lease_request_waits_until_the_handoff_is_complete(introduced: Served) -> None:
-    handoff = introduced.handoff(filled=False)
-    assert introduced.say(ALICE, introduced.request_for(handoff, 4)) == []
-    assert introduced.server.has_pending
+def test_a_lease_request_waits_for_its_own_handoff_or_its_end(introduced: Served) -> None:
+    slow = introduced.handoff(filled=False, committed=False)
+    dropped, quick, released = (introduced.handoff(filled=False) for _ in range(3))
+    for number, handoff in enumerate((slow, dropped, quick, released), start=1):
+        assert introduced.say(ALICE, introduced.request_for(handoff, number)) == []
     assert introduced.server.recheck() == []
-    introduced.fill(handoff)
+    introduced.directory.close(dropped.token)
+    assert introduced.server.recheck() == [(ALICE, LeaseDenied(2, "unknown_token"))]
+    assert introduced.say(ALICE, Release(released.token, 4)) == []
+    introduced.fill(quick)
+    introduced.fill(released)
     ((to, answer),) = introduced.server.recheck()
     assert to == ALICE
     assert isinstance(answer, LeaseGranted)
-    assert answer.sequence == 4
-    assert not introduced.server.has_pending
-    assert introduced.server.recheck() == []
-
-
-def test_pending_lease_requests_do_not_hold_each_other_up(introduced: Served) -> None:
-    slow = introduced.handoff(filled=False, committed=False)
-    quick = introduced.handoff(filled=False)
-    introduced.say(ALICE, introduced.request_for(slow, 1))
-    introduced.say(ALICE, introduced.request_for(quick, 2))
-    introduced.fill(quick)
-    assert [answer.sequence for _, answer in introduced.server.recheck()] == [2]  # type: ignore[union-attr]
+    assert answer.sequence == 3
     assert introduced.server.has_pending
+    assert introduced.server.recheck() == []
+    assert introduced.directory.usage()[2] == 1
 
 
 def test_a_pending_lease_request_is_not_digested_again_until_it_can_be_granted(
@@ -329,26 +296,6 @@ def test_a_request_pending_past_its_timeout_is_denied(introduced: Served, clock:
     assert not introduced.server.has_pending
 
 
-def test_a_handoff_dropped_under_a_pending_request_is_denied_at_once(
-    introduced: Served,
-) -> None:
-    handoff = introduced.handoff(filled=False)
-    introduced.say(ALICE, introduced.request_for(handoff, 4))
-    introduced.directory.close(handoff.token)
-    assert introduced.server.recheck() == [(ALICE, LeaseDenied(4, "unknown_token"))]
-
-
-def test_a_release_gives_the_slots_back_and_is_not_answered(introduced: Served) -> None:
-    handoff = introduced.handoff()
-    introduced.say(ALICE, introduced.request_for(handoff))
-    for _ in range(2):
-        assert introduced.say(ALICE, Release(handoff.token, 1)) == []
-        assert introduced.directory.usage() == (0, 0, 0)
-    assert introduced.say(ALICE, introduced.request_for(handoff)) == [
-        LeaseDenied(1, "unknown_token")
-    ]
-
-
 def test_a_release_ends_the_lease_of_its_own_request_only(
     introduced: Served, compatibility: CompatibilityKey
 ) -> None:
@@ -366,18 +313,6 @@ def test_a_release_ends_the_lease_of_its_own_request_only(
     assert introduced.directory.usage() == (3, 0, 1)
     introduced.say(ALICE, Release(handoff.token, 2))
     assert introduced.directory.usage() == (0, 0, 0)
-
-
-def test_a_request_that_is_released_while_it_is_pending_gets_no_lease(
-    introduced: Served,
-) -> None:
-    handoff = introduced.handoff(filled=False)
-    introduced.say(ALICE, introduced.request_for(handoff, 4))
-    introduced.say(ALICE, Release(handoff.token, 4))
-    assert not introduced.server.has_pending
-    introduced.fill(handoff)
-    assert introduced.server.recheck() == []
-    assert introduced.directory.usage()[2] == 0
 
 
 def test_who_will_never_lease_a_handoff_says_so(introduced: Served) -> None:
@@ -490,33 +425,22 @@ def test_a_message_that_cannot_be_handled_costs_its_sender_only(
     assert len([r for r in caplog.records if r.exc_info]) == 1
 
 
-def test_that_pending_requests_cannot_be_answered_is_logged_once(
+def test_pending_requests_that_cannot_be_answered_are_denied_and_logged_once(
     introduced: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for number in (1, 2, 3):
-        introduced.say(ALICE, introduced.request_for(introduced.handoff(filled=False), number))
-    monkeypatch.setattr(introduced.directory, "pending", lambda token: 1 // 0)
-    assert len(introduced.server.recheck()) == 3
-    assert introduced.counts == {"message_failed": 3}
-    assert len([record for record in caplog.records if record.exc_info]) == 1
-
-
-def test_a_pending_request_that_cannot_be_answered_is_denied_and_the_others_are_not(
-    introduced: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bad, good = introduced.handoff(filled=False), introduced.handoff(filled=False)
-    introduced.say(ALICE, introduced.request_for(bad, 1))
-    introduced.say(ALICE, introduced.request_for(good, 2))
-    introduced.fill(bad)
-    introduced.fill(good)
-    request = introduced.directory.lease
+    handoffs = [introduced.handoff(filled=False) for _ in range(3)]
+    for number, handoff in enumerate(handoffs, start=1):
+        introduced.say(ALICE, introduced.request_for(handoff, number))
+    introduced.fill(handoff)  # and so the others, of the same prompt
+    lease = introduced.directory.lease
 
     def fail(token: bytes, *others: object) -> object:
-        assert token != bad.token
-        return request(token, *others)  # type: ignore[arg-type]
+        assert token == handoffs[2].token
+        return lease(token, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(introduced.directory, "lease", fail)
-    first, second = (answer for _, answer in introduced.server.recheck())
-    assert first == LeaseDenied(1, "not_ready")
-    assert isinstance(second, LeaseGranted)
-    assert introduced.counts == {"message_failed": 1}
+    *denied, granted = (answer for _, answer in introduced.server.recheck())
+    assert denied == [LeaseDenied(1, "not_ready"), LeaseDenied(2, "not_ready")]
+    assert isinstance(granted, LeaseGranted)
+    assert introduced.counts == {"message_failed": 2}
+    assert len([record for record in caplog.records if record.exc_info]) == 1

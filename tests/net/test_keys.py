@@ -30,6 +30,11 @@ def certificate(public: bytes, secret: bytes) -> str:
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     key = write_new_key(tmp_path / "key")
     assert load_key(tmp_path / "key") == load_key(str(tmp_path / "key")) == key
+    (tmp_path / "link").symlink_to("key")
+    assert load_key(tmp_path / "link") == key
+    for mode in (0o400, 0o700):
+        (tmp_path / "key").chmod(mode)
+        assert load_key(tmp_path / "key") == key
     assert zmq.curve_public(key.secret) == key.public
     assert write_new_key(tmp_path / "another") != key
 
@@ -43,12 +48,6 @@ def test_a_certificate_that_pyzmq_has_made_will_do(tmp_path: Path) -> None:
         load_key(public)
 
 
-def test_a_link_to_a_good_file_is_followed(tmp_path: Path) -> None:
-    key = write_new_key(tmp_path / "key")
-    (tmp_path / "link").symlink_to("key")
-    assert load_key(tmp_path / "link") == key
-
-
 def test_the_secret_is_not_printed(tmp_path: Path) -> None:
     key = write_new_key(tmp_path / "key")
     assert key.secret.decode() not in f"{key!r} {key}"
@@ -58,15 +57,9 @@ def test_the_secret_is_not_printed(tmp_path: Path) -> None:
 def test_a_file_that_others_can_get_at_is_refused(tmp_path: Path, mode: int) -> None:
     write_new_key(tmp_path / "key")
     (tmp_path / "key").chmod(mode)
-    with pytest.raises(ConfigError, match=rf"mode {mode:o}.*chmod it to 600"):
-        load_key(tmp_path / "key")
-
-
-@pytest.mark.parametrize("mode", [0o400, 0o600, 0o700])
-def test_what_its_user_may_do_with_it_is_no_matter(tmp_path: Path, mode: int) -> None:
-    key = write_new_key(tmp_path / "key")
-    (tmp_path / "key").chmod(mode)
-    assert load_key(tmp_path / "key") == key
+    for load in (load_key, own_key):
+        with pytest.raises(ConfigError, match=rf"mode {mode:o}.*chmod it to 600"):
+            load(tmp_path / "key")
 
 
 def test_a_file_of_somebody_else_is_refused(
@@ -87,15 +80,10 @@ def test_what_is_no_regular_file_is_refused_without_a_wait(tmp_path: Path) -> No
             load_key(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["missing", "a/b", "\0", "x" * 300])
+@pytest.mark.parametrize("name", ["/missing", "/a/b", "/\0", "/" + "x" * 300, ""])
 def test_a_file_that_cannot_be_opened_says_how_to_make_one(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="omni-connector keygen"):
-        load_key(f"{tmp_path}/{name}")
-
-
-def test_no_name_is_no_key() -> None:
-    with pytest.raises(ConfigError, match="omni-connector keygen"):
-        load_key("")
+        load_key(name and f"{tmp_path}{name}")
 
 
 def test_halves_of_two_keys_are_none(tmp_path: Path) -> None:
@@ -131,13 +119,6 @@ def test_the_key_of_a_user_is_made_once(tmp_path: Path) -> None:
     assert keys == {load_key(path)}
     assert [entry.name for entry in tmp_path.iterdir()] == [".key"]
     assert path.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_users_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
-    own_key(tmp_path / ".key")
-    (tmp_path / ".key").chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod it to 600"):
-        own_key(tmp_path / ".key")
 
 
 def test_namespaces_of_a_runtime_folder_share_the_key_of_loopback(

@@ -28,12 +28,9 @@ def engine(place: Path) -> Path:
     return place / "0123456789abcdef.status"
 
 
-def test_an_engine_without_orders_is_asked_nothing(engine: Path) -> None:
-    assert read_orders(engine) == NO_ORDERS
-
-
 @pytest.mark.parametrize("role", ROLES)
 def test_orders_are_read_and_taken_back(engine: Path, role: str) -> None:
+    assert read_orders(engine) == NO_ORDERS
     give_order(engine, DRAIN)
     give_order(engine, ROLE, role)
     assert read_orders(engine) == Orders(drain=True, role=role)

@@ -248,33 +248,31 @@ def test_a_forked_process_neither_holds_nor_removes_the_file(place: Path) -> Non
     assert os.waitpid(child, 0)[1] == 0
 
 
-def hostile() -> dict[str, bytes]:
-    counts = {str(number): number for number in range(2000)}
-    return {
-        "empty": b"",
-        "no JSON": b"\xff\x00{",
-        "a list": b"[]",
-        "too large": b" " * (MAX_BYTES + 1),
-        "nested": b"[" * 100_000,
-        "no engine": b"{}",
-        "another format": encoded(format=2),
-        "a wrong type": encoded(pid="1"),
-        "negative": encoded(pid=-1),
-        "huge": encoded(pid=1 << 80),
-        "endless": encoded(started=0).replace(b'"started":0', b'"started":1e999'),
-        "never": encoded(written=1e300),
-        "a long name": encoded(engine_id="x" * 1000),
-        "many counts": encoded(counts=counts),
-        "a count of text": encoded(failures={"x": "y"}),
-        "a null": encoded(usage=None),
-    }
+HOSTILE = {
+    "empty": b"",
+    "no JSON": b"\xff\x00{",
+    "a list": b"[]",
+    "too large": b" " * (MAX_BYTES + 1),
+    "nested": b"[" * 100_000,
+    "no engine": b"{}",
+    "another format": encoded(format=2),
+    "a wrong type": encoded(pid="1"),
+    "negative": encoded(pid=-1),
+    "huge": encoded(pid=1 << 80),
+    "endless": encoded(started=0).replace(b'"started":0', b'"started":1e999'),
+    "never": encoded(written=1e300),
+    "a long name": encoded(engine_id="x" * 1000),
+    "many counts": encoded(counts={str(number): number for number in range(2000)}),
+    "a count of text": encoded(failures={"x": "y"}),
+    "a null": encoded(usage=None),
+}
 
 
-@pytest.mark.parametrize("name", hostile())
+@pytest.mark.parametrize("name", HOSTILE)
 def test_nonsense_is_skipped_with_a_remark(place: Path, name: str) -> None:
     good, bad = StatusFile(place), StatusFile(place)
     good.write(encoded())
-    bad.write(hostile()[name])
+    bad.write(HOSTILE[name])
     found, remarks = read(place)
     assert [each.engine_id for each in found] == ["one"]
     assert len(remarks) == 1
