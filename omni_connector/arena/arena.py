@@ -72,7 +72,9 @@ _barrier_lock = threading.Lock()
 def _u64s(what: str, values: ArrayLike) -> NDArray[np.uint64]:
     """These values `(n,)`, of which there may be one by itself, as they stand in headers."""
     try:
-        given = np.asarray(values, None if isinstance(values, np.ndarray | np.generic) else np.uint64)
+        given = np.asarray(
+            values, None if isinstance(values, np.ndarray | np.generic) else np.uint64
+        )
     except OverflowError as error:
         raise ValueError(f"a {what} of {values!r} is not a u64") from error
     if given.dtype.kind == "i" and given.size and given.min() < 0:
