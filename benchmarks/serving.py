@@ -13,7 +13,7 @@ writes results/serving.md and results/serving.png beside this file. On a machine
     python benchmarks/serving.py --model Qwen/Qwen3-8B --gpus 0,1 --kv-cache-gib 20 --host-gib 64 \
         --requests 1:16 16:64 64:256 --vllm-arguments "--dtype bfloat16 --max-model-len 8192"
 
-`serving_prefixes.py` and `conversations.py` take such sizes, too. No model is downloaded.
+`conversations.py` takes such sizes, too. No model is downloaded.
 """
 
 import argparse
@@ -232,13 +232,11 @@ class Place:
         port: int,
         dataset: str,
         arguments: Mapping[str, Any],
-        variables: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """What `vllm bench serve` tells in detail of one run.
 
         Args:
             arguments: beside those that say what to ask; `--num-prompts` is one of them.
-            variables: of its environment.
 
         Raises:
             RuntimeError: the command failed, or some of the requests did.
@@ -267,7 +265,6 @@ class Place:
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            **(variables or {}),
         }
         done = subprocess.run(
             command, env=environment, cwd=self.folder, capture_output=True, text=True, check=False

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
-from load_beside_save import Rank
+from copying_rank import Rank
 from machine import RESULTS
 from numpy.typing import NDArray
 

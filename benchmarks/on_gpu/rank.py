@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from load_beside_save import Rank
+from copying_rank import InPlace, Rank
 from numpy.typing import NDArray
-from unlike_engines import InPlace
 
 from omni_connector.arena.arena import Arena
 from omni_connector.transports import Endpoint

@@ -11,7 +11,7 @@ evictions, with `n` slots in the arena:
 A block also counts as used again if it was evicted recently and is now copied anew.
 
 Each use of a block is a use of all blocks before it. So the end of a prefix is evicted before its
-beginning, which ARC and S3-FIFO do not guarantee (`benchmarks/results/eviction.md` compares them).
+beginning, which ARC and S3-FIFO do not guarantee.
 A request's blocks may be copied in several steps; `requeue` puts them into that order at its end.
 
 Where prompts rarely come again, copying them is wasted. So new blocks that would evict others may

@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def simulated(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield pytest.importorskip("simulated_gpu")
-    for name in ("simulated_gpu", "load_beside_save", "unlike_engines", "machine"):
+    for name in ("simulated_gpu", "copying_rank", "machine"):
         sys.modules.pop(name, None)
 
 

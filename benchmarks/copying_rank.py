@@ -1,35 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a load that a request waits for takes beside a save that nobody waits for.
+"""One rank's threads, copier and arena, and the arena of an engine beside it: measured on a
+device, real or simulated."""
 
-One rank fills blocks from the mapped arena of another engine, on its thread for loads, while its
-thread for saves copies other blocks to its own arena. In each round the same load is made alone,
-beside a save that steps back for it (a background job, as what is kept for others), and beside one
-that does not (as what a decode engine waits for). The save begins before the load and is still
-under way when it ends. The order of the three is another one in each round.
-
-All of it on an idle machine, and while a process computes on each core, as engines do.
-
-    python benchmarks/load_beside_save.py [--quick]
-
-writes results/load_beside_save.md beside this file. The exit status is 1 if a load took more than
-`MOST` times as long beside a save that steps back as alone, on the idle machine, in the median.
-"""
-
-import argparse
 import os
-import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
 import torch
-from machine import KIB, RESULTS, Memcpy, machine, timed
-from unlike_engines import InPlace, fill
+import xxhash
+from machine import KIB, timed
 
 from omni_connector.arena.arena import Arena
 from omni_connector.copy.choice import make_copier
@@ -43,15 +25,45 @@ from omni_connector.kv.shapes import GroupShape
 from omni_connector.kv.spans import BlockSpans
 from omni_connector.runtime.context import PROCESS_CONTEXT
 from omni_connector.runtime.shared_work import Helpers
+from omni_connector.transports import Endpoint
+from omni_connector.transports.peer_arenas import OwnArena
 
 LAYERS: Final = 16
 PAGE_BYTES: Final = 64 * KIB
 NEVER_S: Final = 1e6
-MOST: Final = 1.25
-ALONE, BESIDE, STEPS_BACK = MODES = ("alone", "beside a save", "beside one that steps back")
 
-# Bytes that a load moves, in MiB: prompts of 257 and 2,049 tokens of an 8B model, and a long one.
-LOADS_MIB: Final = (32, 256, 512)
+
+class InPlace:
+    """Attaches arenas of this process."""
+
+    supports_mapping = True
+
+    def __init__(self) -> None:
+        self._arenas: dict[str, OwnArena] = {}
+
+    def add(self, arena: Arena, name: str) -> Endpoint:
+        """Make an arena known under a name."""
+        endpoint = Endpoint.of(arena, "shm", name)
+        self._arenas[name] = OwnArena(endpoint, arena)
+        return endpoint
+
+    def choose(self, endpoints: tuple[Endpoint, ...]) -> tuple[Any, Endpoint]:
+        """See `Transports`."""
+        return self, endpoints[0]
+
+    def attach(self, endpoint: Endpoint, *, timeout: float) -> OwnArena:
+        """See `ArenaTransport`."""
+        return self._arenas[endpoint.address]
+
+
+def fill(arena: Arena, slots: int, size: int, seed: int) -> None:
+    """Publish the first slots of an arena, with `size` random bytes each, in generation 1."""
+    draw = np.random.default_rng(seed)
+    for slot in range(slots):
+        arena.begin_write(slot, 1)
+        content = arena.slots[slot, :size]
+        content[:] = draw.integers(0, 256, size, np.uint8)
+        arena.publish(slot, 1, b"", size, xxhash.xxh3_64_intdigest(content.data))
 
 
 class Rank:
@@ -152,25 +164,6 @@ class Rank:
         """Load so many blocks; returns the seconds until that has ended."""
         return timed(lambda: self._do(self._loads, self._load(blocks)))
 
-    def save(self) -> float:
-        """Save; returns the seconds until that has ended."""
-
-        def copy() -> None:
-            self.start_save(background=False)
-            self._end(self._saves)
-
-        return timed(copy)
-
-    def both(self, blocks: int) -> float:
-        """Load and save at once, as if somebody waited for both; seconds until both have ended."""
-
-        def copy() -> None:
-            self.start_save(background=False)
-            self._do(self._loads, self._load(blocks))
-            self._end(self._saves)
-
-        return timed(copy)
-
     def _load(self, blocks: int) -> Work:
         spec = LoadSpec(
             request_id="r",
@@ -221,98 +214,3 @@ class Rank:
         if outcome.failure is not None:
             raise SystemExit(f"a copy failed: {outcome.failure}")
         return outcome
-
-
-@contextmanager
-def computing(busy: bool) -> Iterator[None]:
-    """Have a process compute on each core meanwhile, or none."""
-    spin = [sys.executable, "-c", "while True: pass"]
-    cores = len(os.sched_getaffinity(0)) if busy else 0
-    spinning = [subprocess.Popen(spin) for _ in range(cores)]
-    try:
-        yield
-    finally:
-        for each in spinning:
-            each.kill()
-            each.wait()
-
-
-def measure(
-    rank: Rank, blocks: int, memcpy: Memcpy, repeats: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of the loads of each mode, in memcpys of their bytes, and milliseconds; by round."""
-    relative: dict[str, list[float]] = {mode: [] for mode in MODES}
-    milliseconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    for turn in range(repeats + 1):
-        for place in range(len(MODES)):
-            mode = MODES[(turn + place) % len(MODES)]
-            took: list[float] = []
-
-            def load(mode: str = mode, took: list[float] = took) -> None:
-                if mode != ALONE:
-                    rank.start_save(background=mode == STEPS_BACK)
-                    time.sleep(0.002)  # it is under way
-                took.append(rank.load(blocks))
-                if mode != ALONE and not rank.end_save()[1]:
-                    raise SystemExit("a save ended before the load beside it: make it larger")
-
-            copied, _ = memcpy.beside(blocks * rank.block_bytes, load)
-            if turn:  # the first touches what no later one has to
-                relative[mode].append(took[0] / copied)
-                milliseconds[mode].append(took[0] * 1e3)
-    return relative, milliseconds
-
-
-def main() -> int:
-    """Measure, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="smaller loads and fewer rounds")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
-    arguments = parser.parse_args()
-    loads, repeats = (LOADS_MIB[:2], 5) if arguments.quick else (LOADS_MIB, 15)
-    command = " ".join(["python benchmarks/load_beside_save.py", *sys.argv[1:]])
-    lines = [
-        "# A load beside a save that nobody waits for",
-        "",
-        f"`{command}`: {machine()}.",
-        "",
-        "Milliseconds until a load from a mapped arena has ended, with checksums, medians of "
-        f"{repeats} rounds. In brackets the median, lowest and highest of the rounds' ratios to "
-        "the load alone, each in numpy copies of as many bytes just before and after.",
-        "",
-        f"| machine | MiB | {' | '.join(MODES)} |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    good = True
-    with ExitStack() as stack:
-        per_mib = KIB * KIB / (LAYERS * PAGE_BYTES)
-        most = int(max(loads) * per_mib)
-        rank = Rank(most, 2 * most, stack)
-        memcpy = Memcpy(most * rank.block_bytes)
-        for busy in (False, True):
-            with computing(busy):
-                for size in loads:
-                    relative, took = measure(rank, int(size * per_mib), memcpy, repeats)
-                    cells = [f"{statistics.median(took[ALONE]):.1f}"]
-                    for mode in MODES[1:]:
-                        ratios = sorted(
-                            one / other
-                            for one, other in zip(relative[mode], relative[ALONE], strict=True)
-                        )
-                        middle = statistics.median(ratios)
-                        cells.append(
-                            f"{statistics.median(took[mode]):.1f} ({middle:.2f}, {ratios[0]:.2f} "
-                            f"to {ratios[-1]:.2f})"
-                        )
-                        if mode == STEPS_BACK and not busy and middle > MOST:
-                            good = False
-                    where = "every core computes" if busy else "idle"
-                    lines.append(f"| {where} | {size} | {' | '.join(cells)} |")
-                    print(lines[-1], flush=True)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "load_beside_save.md").write_text("\n".join([*lines, ""]))
-    return int(not good)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
