@@ -164,6 +164,15 @@ class Rank:
         """Load so many blocks; returns the seconds until that has ended."""
         return timed(lambda: self._do(self._loads, self._load(blocks)))
 
+    def save(self) -> float:
+        """Save; returns the seconds until that has ended."""
+
+        def copy() -> None:
+            self.start_save(background=False)
+            self._end(self._saves)
+
+        return timed(copy)
+
     def _load(self, blocks: int) -> Work:
         spec = LoadSpec(
             request_id="r",
