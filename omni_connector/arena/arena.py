@@ -625,7 +625,7 @@ def make_sealed(
     """Make a memfd with all of `SEALS`, and map it.
 
     Args:
-        kind: what it is, a part of its name.
+        kind: the end of its name, by which `/proc/PID/maps` shows it.
         what: what is in it, for errors.
         size: its bytes.
         begin: writes what is there from the beginning, given the descriptor and the mapping.
@@ -654,7 +654,7 @@ def make_sealed(
 
 
 def map_sealed(fd: int, size: int, what: str) -> mmap.mmap:
-    """Map a received file of which `require_sealed` is content, read-only.
+    """Map a file that a peer sent, and `require_sealed` has accepted, read-only.
 
     Args:
         size: bytes that it must have.
