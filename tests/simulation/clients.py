@@ -88,6 +88,7 @@ class Clients(Deployment):
     Attributes:
         sent: the requests that have not ended, by id.
         intents: how many clients are about to send something.
+        stalls: how often vLLM itself did not go on, until a client gave up.
         lingers: whether there may be hand-offs that nobody claims.
     """
 
@@ -95,6 +96,7 @@ class Clients(Deployment):
         super().__init__(plan)
         self.sent: dict[str, Sent] = {}
         self.intents = 0
+        self.stalls = 0
         self.lingers = False
         self._thinking: list[Callable[[], None]] = []
         self._leaving: set[str] = set()
@@ -115,6 +117,7 @@ class Clients(Deployment):
 
     def give_up(self, sent: Sent) -> None:
         """A client gets no answer, and aborts its request."""
+        self.stalls += 1
         self.world.tell(f"vLLM at {sent.engine.name} stalls; the client of {sent.request_id} goes")
         self._gone(sent)
         for other in self.sent.values():  # the stall has held these up, too

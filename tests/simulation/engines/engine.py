@@ -126,6 +126,7 @@ class SimulatedEngine(Actor):
         self._replaced: set[int] = set()
         self.mixed: set[str] = set()
         self._aborts: list[str] = []
+        self._aborts_behind: list[str] = []  # told once, and to be told behind the inputs
         self._scheduled: deque[SchedulerOutput] = deque()
         self._were_loading: set[str] = set()
         self._executed: deque[tuple[SchedulerOutput, ModelRunnerOutput, Event | None]] = deque()
@@ -413,6 +414,8 @@ class SimulatedEngine(Actor):
             self._inputs.popleft()()
             return True
         if (between or self._executed) and (aborted := self._to_abort()):
+            if self._inputs:
+                self._aborts_behind += aborted
             self._aborts = [each for each in self._aborts if each not in aborted]
             self.scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
             return True
@@ -439,8 +442,11 @@ class SimulatedEngine(Actor):
 
     def _to_abort(self) -> list[str]:
         """The aborts to tell the scheduler. In the middle of a step, requests that are still to be
-        added are left out: vLLM tells of an abort a second time, behind the request."""
+        added are left out: vLLM tells of an abort a second time, behind the requests and the next
+        turns of sessions that came before it."""
         if not self._inputs:
+            self._aborts += self._aborts_behind
+            self._aborts_behind = []
             return self._aborts
         return [each for each in self._aborts if each in self.scheduler.requests]
 
@@ -515,7 +521,7 @@ class SimulatedEngine(Actor):
     @property
     def has_inputs(self) -> bool:
         """Whether something has come in that the engine has yet to look at."""
-        return bool(self._inputs or self._aborts)
+        return bool(self._inputs or self._aborts or self._aborts_behind)
 
     @property
     def steps_to_execute(self) -> int:
@@ -540,7 +546,7 @@ class SimulatedEngine(Actor):
         return not (
             self in self.world.acting
             or request_id in self.scheduler.requests
-            or request_id in self._aborts
+            or request_id in (*self._aborts, *self._aborts_behind)
             or any(request_id in step.num_scheduled_tokens for step in steps)
         )
 

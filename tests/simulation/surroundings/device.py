@@ -52,7 +52,7 @@ _EVER: Final = 3
 _FAILED: Final = 700
 """CUDA's error of an illegal address, with which every later call of the process fails."""
 
-_SPINS: Final = 200
+_SPINS: Final = 2000
 """Calls in vain at one moment, by which a thread is known to spin."""
 
 _Work = Callable[[], object]
