@@ -344,14 +344,6 @@ def test_jobs_that_wait_go_on_in_their_order_when_notified(waiting, made):
     assert not thread._queue
 
 
-def test_another_job_runs_while_one_waits(waiting, made):
-    thread = CopyThread("omni-test", None, ByHand)
-    thread.submit(1, waiting(1, 1))
-    thread.submit(2, waiting(2, 0))
-    turns(thread)
-    assert [outcome.job_id for outcome in thread.take_ended()] == [2]
-
-
 def test_a_notification_between_a_look_and_the_wait_is_not_lost(waiting, made):
     thread = CopyThread("omni-test", None, ByHand)
     notified = iter([True])

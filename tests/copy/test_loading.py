@@ -23,28 +23,14 @@ from omni_connector.testing import FakeClock
 from omni_connector.transports import Endpoint
 from omni_connector.transports.peer_arenas import OwnArena
 
+from .test_layered import ByHand
+
 PAGE = 4096
 SHAPE = GroupShape(
     kind="full_attention", block_size=16, attention_type="all", layers="one", pages=("H1.N16.C64",)
 )
 TIMEOUT = 1.0
 KEY = b"key"
-
-
-class ByHand:
-    """In the place of a thread: makes its turns when it is told."""
-
-    def __init__(self, name: str, turn: Any, **_: Any) -> None:
-        self.turn = turn
-
-    def wake(self) -> None:
-        """Nobody sleeps."""
-
-    def join(self, timeout: float) -> None:
-        """Nothing runs by itself."""
-
-    def is_alive(self) -> bool:
-        return True
 
 
 class SlowCopier:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
+    initialize,
     invariant,
     rule,
     run_state_machine_as_test,
@@ -103,6 +104,20 @@ def test_parts_are_joined(store: ObjectStore, sizes: tuple[int, ...]) -> None:
     assert read(store, "k") == b"".join(parts)
 
 
+def test_scattered_object_is_whole(store: ObjectStore) -> None:
+    for i in range(N_SLOTS):
+        put(store, f"r{i}", b"x")
+    for i in (0, 2, 3, 6, 7):
+        store.drop(f"r{i}")
+    content = os.urandom(4 * SLOT_BYTES - 7)
+    stored = put(store, "k", content)
+    # A page has the table of runs.
+    assert sorted(stored.runs) == [(0, 1), (2, 2), (6, 2)]
+    assert read(store, "k") == content
+    assert find_object(store.arena, key("k").digest) == stored
+    assert [read(store, f"r{i}") for i in (1, 4, 5)] == [b"x"] * 3
+
+
 def test_old_object_stays_until_the_new_one_is_complete(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +161,8 @@ def test_a_time_must_be_a_number() -> None:
         ObjectStore(memory, ttl_s=float("nan"))
 
 
-NAMES = st.sampled_from("abcdef")
+NAMES = st.sampled_from("abcdefgh")
+SIZES = st.integers(0, 2 * SLOT_BYTES) | st.integers(0, 6 * SLOT_BYTES)
 
 
 class StoreBeside(RuleBasedStateMachine):
@@ -170,7 +186,12 @@ class StoreBeside(RuleBasedStateMachine):
         self.unread.pop(name, None)
         self.evictable.pop(name, None)
 
-    @rule(name=NAMES, size=st.integers(0, 6 * SLOT_BYTES), seed=st.integers(0, 255))
+    @initialize(full=st.booleans())
+    def begin(self, full: bool) -> None:
+        for name in "abcdefgh" if full else "":
+            self.put(name, 1, 0)  # what is dropped leaves holes
+
+    @rule(name=NAMES, size=SIZES, seed=st.integers(0, 255))
     def put(self, name: str, size: int, seed: int) -> None:
         content, needed = bytes([seed]) * size, max(1, -(-size // SLOT_BYTES))
         room, order = N_SLOTS - self.pages(self.there), [n for n in self.evictable if n != name]
@@ -195,7 +216,10 @@ class StoreBeside(RuleBasedStateMachine):
     def mark(self, name: str, stale: bool, gone: bool) -> None:
         stored = self.there[name][0] if name in self.there else None
         generation = 7 if stored is None else stored.generation - stale
-        self.store.mark_read(key(name).digest, generation, gone=gone)
+        if gone:
+            self.store.mark_read(key(name).digest, generation, gone=True)
+        else:
+            self.store.mark_read(key(name).digest, generation)
         if stored is None or stale:
             return
         if gone:

@@ -21,6 +21,7 @@ from omni_connector.stage.ports import KV_OFFSET, RANK_STRIDE
 from omni_connector.testing.ports import free_port, free_ports
 
 from .caches import cache_of, sequence
+from .connectors import send
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)
 
@@ -68,10 +69,7 @@ def test_ranks_without_a_port_send_to_the_ranks_of_a_request_that_names_their_ho
     with ExitStack() as stack:
         for rank, seq in enumerate(seqs):
             sender = stack.enter_context(manager(need_send_cache=True, tp_rank=rank, tp_size=2))
-            finished = {"r": {"block_ids": seq.block_ids, "seq_len": 21}}
-            caches = [cache_of(seq, "pair")]
-            sender.handle_finished_requests_kv_transfer(finished, caches, 16, "float32")
-            assert sender.last_failures == {}
+            assert send(sender, seq)
         for rank, seq in enumerate(seqs):
             receiver = stack.enter_context(manager(need_recv_cache=True, tp_rank=rank, tp_size=2))
             req = SimpleNamespace(request_id="r", kv_sender_info={"host": "127.0.0.1"})
@@ -92,10 +90,7 @@ def test_a_sender_that_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatc
             assert receiver.receive_kv_cache_for_request("r") == (None, 0)
         # What it refuses once, it may answer to the next request.
         seq = sequence(21, heads=2, dim=8, block_size=16, num_blocks=4)
-        finished = {"r": {"block_ids": seq.block_ids, "seq_len": 21}}
-        sender.handle_finished_requests_kv_transfer(
-            finished, [cache_of(seq, "pair")], 16, "float32"
-        )
+        assert send(sender, seq)
         data, _ = receiver.receive_kv_cache_for_request("r")
         assert data is not None
         assert torch.equal(data["layer_blocks"]["key_cache"][0], seq.key)

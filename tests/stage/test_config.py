@@ -29,14 +29,6 @@ FULL = {
 }
 
 
-def test_the_defaults() -> None:
-    config = OmniKVCacheConfig()
-    assert (config.connector_config, config.from_stage, config.to_stage) == (None, None, None)
-    assert (config.stage_id, config.engine_input_source) == (None, None)
-    assert (config.need_recv_cache, config.need_send_cache) == (False, False)
-    assert (config.recv_timeout, config.from_tp, config.to_tp) == (30.0, 1, 1)
-
-
 @pytest.mark.parametrize("make", ["from_model_config", "from_od_config"])
 def test_a_model_configuration_tells_all(make: str) -> None:
     kv = getattr(OmniKVTransferManager, make)(Namespace(omni_kv_config=FULL))
@@ -175,7 +167,7 @@ def specs(monkeypatch: pytest.MonkeyPatch) -> list[ConnectorSpec]:
 ENGINE = {"type": "MooncakeTransferEngineConnector", "zmq_port": 5000, "host": "h"}
 
 
-def test_a_sending_engine_listens_at_its_ranks_port(specs: list[ConnectorSpec]) -> None:
+def test_a_sending_engine_is_told_what_it_is(specs: list[ConnectorSpec]) -> None:
     sender = manager(connector_config=ENGINE, from_tp=4, to_tp=4, tp_rank=2)
     assert sender.connector is not None
     assert specs[0].name == "MooncakeTransferEngineConnector"
@@ -185,27 +177,30 @@ def test_a_sending_engine_listens_at_its_ranks_port(specs: list[ConnectorSpec]) 
     assert ENGINE["zmq_port"] == 5000
 
 
-@pytest.mark.parametrize(("rank", "port"), [(0, 50151), (2, 50183)])
-def test_a_sending_engine_without_a_port_listens_at_its_ranks_default(
-    specs: list[ConnectorSpec], rank: int, port: int
-) -> None:
-    config = {"type": ENGINE["type"]}
-    sender = manager(connector_config=config, from_tp=4, to_tp=4, tp_rank=rank)
-    assert sender.connector is not None
-    assert specs[0].extra["zmq_port"] == port
-
-
 @pytest.mark.parametrize(
-    ("stage", "replica", "port"),
-    [("3", "2", 5000 + 100 + 3 + 2048 + 16), ("text", "x", 5116), ("0", "-1", 5116)],
+    ("configured", "stage", "replica", "rank", "port"),
+    [
+        (None, "0", "0", 0, 50151),
+        (None, "0", "0", 2, 50183),
+        (0, "0", "0", 2, 0),  # any free one
+        ("${STAGE_PORT}", "3", "2", 1, 5000 + 100 + 3 + 2048 + 16),
+        ("${STAGE_PORT}", "text", "x", 1, 5116),
+        ("${STAGE_PORT}", "0", "-1", 1, 5116),
+    ],
 )
-def test_the_port_tells_stage_and_replica(
-    specs: list[ConnectorSpec], monkeypatch: pytest.MonkeyPatch, stage: str, replica: str, port: int
+def test_the_port_tells_stage_replica_and_rank(
+    specs: list[ConnectorSpec],
+    monkeypatch: pytest.MonkeyPatch,
+    configured: object,
+    stage: str,
+    replica: str,
+    rank: int,
+    port: int,
 ) -> None:
     monkeypatch.setenv("VLLM_OMNI_REPLICA_ID", replica)
     monkeypatch.setenv("STAGE_PORT", "5000")
-    config = ENGINE | {"zmq_port": "${STAGE_PORT}"}
-    sender = manager(connector_config=config, from_stage=stage, from_tp=2, to_tp=2, tp_rank=1)
+    config = {"type": ENGINE["type"]} | ({} if configured is None else {"zmq_port": configured})
+    sender = manager(connector_config=config, from_stage=stage, from_tp=4, to_tp=4, tp_rank=rank)
     assert sender.connector is not None
     assert specs[0].extra["zmq_port"] == port
 

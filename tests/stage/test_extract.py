@@ -76,14 +76,6 @@ def test_what_is_extracted_is_a_copy() -> None:
     _check(seq, data)
 
 
-def test_a_request_in_one_block_after_another_and_with_blocks_to_spare() -> None:
-    seq = sequence(tokens=8, block_size=4)
-    more = Sequence(seq.key[:5], seq.value[:5], [*seq.block_ids, 6, 6], 4, 7)
-    data = extract_kv_cache("r", more.block_ids, 5, [cache_of(seq, "pair")], 4, "auto")
-    _check(more, data)
-    assert data.block_ids == more.block_ids[:2]
-
-
 @pytest.mark.parametrize("behind", [[99], [-1], [6, 6, 6]])
 def test_blocks_behind_the_last_token_are_neither_looked_at_nor_stated(behind: list[int]) -> None:
     seq = sequence(tokens=7)

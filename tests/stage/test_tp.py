@@ -44,12 +44,29 @@ def _paged(part: torch.Tensor) -> torch.Tensor:
     return pages
 
 
-def _send(model, from_tp: int, to_tp: int, connector: DictConnector, **config: Any) -> None:
+FINISHED = {"r": {"block_ids": [1, 0], "seq_len": TOKENS}}
+
+
+def _send(
+    model, from_tp: int, to_tp: int, connector: DictConnector, *, hook: Any = None, **config: Any
+) -> None:
+    """Send the shards of all ranks, or what is the same on all of them.
+
+    Args:
+        hook: makes the keys of a rank, in place of the usual ones.
+    """
+    sizes = {} if "tp_size" in config else {"from_tp": from_tp, "to_tp": to_tp}
     for rank in range(from_tp):
-        sender = manager(connector, from_tp=from_tp, to_tp=to_tp, tp_rank=rank, **config)
-        caches = [tuple(_paged(_shard(part, rank, from_tp)) for part in layer) for layer in model]
-        finished = {"r": {"block_ids": [1, 0], "seq_len": TOKENS}}
-        sender.handle_finished_requests_kv_transfer(finished, caches, BLOCK, "auto")
+        sender = manager(connector, tp_rank=rank, **sizes, **config)
+        if hook is not None:
+            sender.kv_send_key_builder = lambda *_, rank=rank: hook(rank)
+        caches = [
+            _paged(layer)
+            if isinstance(layer, torch.Tensor)
+            else tuple(_paged(_shard(part, rank, from_tp)) for part in layer)
+            for layer in model
+        ]
+        assert sender.handle_finished_requests_kv_transfer(FINISHED, caches, BLOCK, "auto") == ["r"]
         assert not sender.last_failures
 
 
@@ -79,6 +96,7 @@ SIZES = [(1, 1), (2, 2), (4, 4), (2, 1), (4, 1), (4, 2), (8, 2), (1, 2), (1, 4),
 @pytest.mark.parametrize(("from_tp", "to_tp"), SIZES)
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("known", [True, False], ids=["heads known", "heads unknown"])
+@pytest.mark.pairs
 def test_every_rank_gets_the_heads_that_vllm_would_give_it(
     from_tp: int, to_tp: int, heads: int, known: bool
 ) -> None:
@@ -121,11 +139,8 @@ def test_the_senders_tell_how_many_heads_the_model_has(from_tp: int, to_tp: int)
 def test_what_the_receiver_is_configured_with_comes_first() -> None:
     # Copies of a head that differ in a bit, as kernels that are not deterministic may leave them.
     connector = DictConnector()
-    for rank in range(2):
-        sender = manager(connector, from_tp=2, to_tp=1, tp_rank=rank)
-        cache = tuple(_paged(torch.full((TOKENS, 1, 3), 1.0 + rank / 1e6)) for _ in range(2))
-        finished = {"r": {"block_ids": [1, 0], "seq_len": TOKENS}}
-        assert sender.handle_finished_requests_kv_transfer(finished, [cache], BLOCK, "auto")
+    heads = torch.stack([torch.full((TOKENS, 3), 1.0 + rank / 1e6) for rank in range(2)], dim=1)
+    _send([(heads, heads)], 2, 1, connector)
     for heads, config in ((1, {"num_kv_heads": 1}), (2, {"num_kv_heads": 2}), (2, {})):
         data = _receive(2, 1, connector, **config)[0]
         assert data["layer_blocks"]["key_cache"][0].shape[1] == heads
@@ -134,13 +149,8 @@ def test_what_the_receiver_is_configured_with_comes_first() -> None:
 @pytest.mark.parametrize(("from_tp", "to_tp"), SIZES)
 def test_the_latent_of_mla_is_the_same_on_all_ranks(from_tp: int, to_tp: int) -> None:
     latent = torch.randn(TOKENS, 6)
-    pages = torch.zeros(2, BLOCK, 6)
-    pages[1], pages[0, :2] = latent[:BLOCK], latent[BLOCK:]
     connector = DictConnector()
-    for rank in range(from_tp):
-        sender = manager(connector, from_tp=from_tp, to_tp=to_tp, tp_rank=rank)
-        finished = {"r": {"block_ids": [1, 0], "seq_len": TOKENS}}
-        assert sender.handle_finished_requests_kv_transfer(finished, [pages], BLOCK, "auto")
+    _send([latent], from_tp, to_tp, connector)
     for data in _receive(from_tp, to_tp, connector):
         assert torch.equal(data["layer_blocks"]["key_cache"][0], latent[:, None])
         assert data["layer_blocks"]["value_cache"] == [None]
@@ -164,12 +174,7 @@ def test_keys_name_both_ranks_where_there_are_several() -> None:
 
 def test_one_size_stands_for_both_sides_if_no_mapping_is_given() -> None:
     connector = DictConnector()
-    model = _model(4)
-    for rank in range(2):
-        sender = manager(connector, tp_size=2, tp_rank=rank)
-        caches = [tuple(_paged(_shard(part, rank, 2)) for part in layer) for layer in model]
-        finished = {"r": {"block_ids": [1, 0], "seq_len": TOKENS}}
-        assert sender.handle_finished_requests_kv_transfer(finished, caches, BLOCK, "auto")
+    _send(_model(4), 2, 2, connector, tp_size=2)
     assert [key for *_, key in connector.objects] == ["r_0_0_0_0", "r_0_0_1_1"]
 
 
@@ -198,13 +203,7 @@ def _receive_unsliced(from_tp: int, to_tp: int) -> dict:
 
 def test_heads_that_the_sender_did_not_slice_are_sliced_by_the_receiver() -> None:
     model, connector = _model(4), DictConnector()
-    for rank in range(2):
-        sender = manager(connector, from_tp=2, to_tp=4, tp_rank=rank)
-        keys = Topology(2, 4, rank).send_keys("r", "0", "1")
-        sender.kv_send_key_builder = lambda *args, keys=keys: keys
-        caches = [tuple(_paged(_shard(part, rank, 2)) for part in layer) for layer in model]
-        finished = {"r": {"block_ids": [1, 0], "seq_len": TOKENS}}
-        assert sender.handle_finished_requests_kv_transfer(finished, caches, BLOCK, "auto")
+    _send(model, 2, 4, connector, hook=lambda rank: Topology(2, 4, rank).send_keys("r", "0", "1"))
     received = _receive(2, 4, connector)
     _check(model, received)
     mark = received[3]["metadata"]["tp_head_slice"]
@@ -257,8 +256,7 @@ def test_a_request_that_was_sent_in_part_is_withdrawn() -> None:
     connector.on_put = lambda: next(answers)
     sender = manager(connector, from_tp=1, to_tp=4, tp_rank=0)
     caches = [tuple(_paged(part) for part in layer) for layer in _model(4)]
-    finished = {"r": {"block_ids": [1, 0], "seq_len": TOKENS}}
-    assert sender.handle_finished_requests_kv_transfer(finished, caches, BLOCK, "auto") == ["r"]
+    assert sender.handle_finished_requests_kv_transfer(FINISHED, caches, BLOCK, "auto") == ["r"]
     assert list(sender.last_failures) == ["r"]
     assert connector.objects == {}
 

@@ -54,23 +54,14 @@ def test_engines_that_differ_have_other_keys(field: str, value: object) -> None:
     assert key_prefix("n", OURS, "h") != key_prefix("n", theirs, "h")
 
 
-def test_so_do_namespaces_and_hashes() -> None:
-    keys = {
-        key_prefix("n", OURS, "h"),
-        key_prefix("o", OURS, "h"),
-        key_prefix("n", OURS, "i"),
-    }
-    assert len(keys) == 3
+def test_so_do_namespaces_hashes_and_versions_of_vllm() -> None:
+    told = ("n", "h", ""), ("o", "h", ""), ("n", "i", ""), ("n", "h", "0.32"), ("n", "h", "0.33")
+    assert len({key_prefix(name, OURS, by, version) for name, by, version in told}) == 5
 
 
 def test_how_slots_are_checked_makes_no_difference() -> None:
     theirs = msgspec.structs.replace(OURS, integrity="generation")
     assert key_prefix("n", OURS, "h") == key_prefix("n", theirs, "h")
-
-
-def test_a_store_keeps_the_blocks_of_each_version_of_vllm_apart() -> None:
-    keys = {key_prefix("n", OURS, "h", version) for version in ("", "0.32.0", "0.33.0")}
-    assert len(keys) == 3
 
 
 def test_names_count_where_weights_are_unknown() -> None:

@@ -168,12 +168,6 @@ def no_module(family: str | None = None) -> None:
     raise MissingDependencyError("no wheel")
 
 
-def test_a_transport_that_is_not_there(place, monkeypatch) -> None:
-    monkeypatch.setenv("OMNI_CONNECTOR_RUNTIME_DIR", str(place))
-    with pytest.raises(ConfigError, match="did you mean"):
-        make_transports(OmniConfig.load({"transport": "moncake"}))
-
-
 class OwlSettings(msgspec.Struct, frozen=True):
     wings: Annotated[int, msgspec.Meta(ge=2)] = 2
     name: str = "owl"

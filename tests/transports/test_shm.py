@@ -53,18 +53,6 @@ def reader(place: Path) -> Iterator[SharedMemoryTransport]:
         yield reader
 
 
-def test_peer_process_is_read(start: Callable[[str], Peer], reader: SharedMemoryTransport) -> None:
-    peer = start(EXPORT)
-    with reader.attach(peer.endpoint(), timeout=WAIT_S) as remote:
-        assert remote.alive
-        assert read(remote, 1, 7).tobytes() == b"seven" * 1000
-        with pytest.raises(StaleSlotError):
-            read(remote, 2, 8)
-    assert peer.process.stdin is not None
-    peer.process.stdin.close()
-    assert peer.wait() == 0
-
-
 @pytest.mark.parametrize(
     "script",
     [

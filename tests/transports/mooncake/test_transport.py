@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +89,23 @@ def open_connector() -> Iterator[Callable[..., MooncakeTransport]]:
 
 
 Connect = Callable[..., MooncakeTransport]
+Link = Callable[[int, int], AbstractContextManager[tuple[Arena, RemoteArena, MooncakeTransport]]]
+
+
+@pytest.fixture
+def linked(open_connector: Connect) -> Link:
+    """Makes an arena of so many slots of so many bytes, and attaches it by another transport."""
+
+    @contextmanager
+    def link(*geometry: int) -> Iterator[tuple[Arena, RemoteArena, MooncakeTransport]]:
+        owner, reader = open_connector(), open_connector()
+        with (
+            Arena.create(*geometry) as arena,
+            reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote,
+        ):
+            yield arena, remote, reader
+
+    return link
 
 
 class Fake:
@@ -168,16 +185,14 @@ def test_many_slots_come_in_bounded_batches(open_connector: Connect) -> None:
 
 
 @pytest.mark.parametrize("failures", [1, 3])
-def test_a_refused_batch_is_tried_again_elsewhere(open_connector: Connect, failures: int) -> None:
-    owner, reader = open_connector(), open_connector()
-    with Arena.create(4, 1 << 20) as arena:
+def test_a_refused_batch_is_tried_again_elsewhere(linked: Link, failures: int) -> None:
+    with linked(4, 1 << 20) as (arena, remote, reader):
         for slot in range(4):
             publish(arena, slot, 1, bytes([slot + 1]) * (1 << 20))
-        with reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote:
-            flaky = make_flaky(reader, failures)
-            assert read(remote, 2, 1).tobytes() == bytes([3]) * (1 << 20)
-            # What a failed transfer may still write is not what the next one is written to.
-            assert len(set(flaky.places[: failures + 1])) == failures + 1
+        flaky = make_flaky(reader, failures)
+        assert read(remote, 2, 1).tobytes() == bytes([3]) * (1 << 20)
+        # What a failed transfer may still write is not what the next one is written to.
+        assert len(set(flaky.places[: failures + 1])) == failures + 1
 
 
 def test_no_more_than_four_tries(open_connector: Connect) -> None:
@@ -360,26 +375,18 @@ def test_memory_of_failed_reads_is_unregistered_when_it_is_free_again(
     assert not engine._registered
 
 
-def test_the_deadline_ends_a_fetch(open_connector: Connect) -> None:
-    owner, reader = open_connector(), open_connector()
-    with Arena.create(1, 4096) as arena:
+def test_the_deadline_ends_a_fetch(linked: Link) -> None:
+    with linked(1, 4096) as (arena, remote, _):
         publish(arena, 0, 1, b"content")
-        with (
-            reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote,
-            pytest.raises(PeerUnreachableError, match="in time"),
-        ):
+        with pytest.raises(PeerUnreachableError, match="in time"):
             remote.fetch([0], [1], 7, timeout=-1.0)
 
 
 # What is read is what was published
 
 
-def test_pending_stale_and_reused_slots(open_connector: Connect) -> None:
-    owner, reader = open_connector(), open_connector()
-    with (
-        Arena.create(4, 4096) as arena,
-        reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote,
-    ):
+def test_pending_stale_and_reused_slots(linked: Link) -> None:
+    with linked(4, 4096) as (arena, remote, _):
         for slot in (0, 1, 3):
             publish(arena, slot, 5, b"content")
         arena.begin_write(2, 5)
@@ -394,12 +401,8 @@ def test_pending_stale_and_reused_slots(open_connector: Connect) -> None:
         fetched.release()
 
 
-def test_a_slot_reused_while_it_is_read(open_connector: Connect) -> None:
-    owner, reader = open_connector(), open_connector()
-    with (
-        Arena.create(2, 4096) as arena,
-        reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote,
-    ):
+def test_a_slot_reused_while_it_is_read(linked: Link) -> None:
+    with linked(2, 4096) as (arena, remote, _):
         publish(arena, 0, 5, b"content")
         assert isinstance(remote, MooncakeArena)
         fetch, calls = remote._fetch, []
@@ -416,13 +419,9 @@ def test_a_slot_reused_while_it_is_read(open_connector: Connect) -> None:
             remote.fetch([0], [5], 7, timeout=WAIT_S)
 
 
-def test_bytes_that_came_too_early_are_found_out(open_connector: Connect) -> None:
+def test_bytes_that_came_too_early_are_found_out(linked: Link) -> None:
     """Completion said before all bytes were there, as in Mooncake 0.3.11: the checksum tells."""
-    owner, reader = open_connector(), open_connector()
-    with (
-        Arena.create(1, 1 << 16) as arena,
-        reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote,
-    ):
+    with linked(1, 1 << 16) as (arena, remote, _):
         publish(arena, 0, 5, bytes(range(256)) * 256)
         assert isinstance(remote, MooncakeArena)
         fetch = remote._fetch
@@ -441,12 +440,8 @@ def test_bytes_that_came_too_early_are_found_out(open_connector: Connect) -> Non
         fetched.release()
 
 
-def test_a_torn_header_is_found_out(open_connector: Connect) -> None:
-    owner, reader = open_connector(), open_connector()
-    with (
-        Arena.create(1, 4096) as arena,
-        reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote,
-    ):
+def test_a_torn_header_is_found_out(linked: Link) -> None:
+    with linked(1, 4096) as (arena, remote, _):
         publish(arena, 0, 5, b"content")
         words, first = arena._locate(0)
         words[first + 6] = 5000  # more bytes than a slot has
@@ -750,13 +745,9 @@ def test_an_engine_that_is_closed_does_nothing() -> None:
         engine.fetch("127.0.0.1:1", [MemoryRange(0, 1)], time.monotonic() + 1.0)
 
 
-def test_what_was_taken_may_go_in_the_middle_of_anything(open_connector: Connect) -> None:
+def test_what_was_taken_may_go_in_the_middle_of_anything(linked: Link) -> None:
     """Its finalizer runs wherever the last array of it goes, on a thread with the lock too."""
-    owner, reader = open_connector(), open_connector()
-    with (
-        Arena.create(1, 1 << 20) as arena,
-        reader.attach(owner.export(arena, "a"), timeout=WAIT_S) as remote,
-    ):
+    with linked(1, 1 << 20) as (_, remote, reader):
         found = [remote.take([(0, 1 << 20)], timeout=WAIT_S)]
     pool = reader._engine.pool
     spare = pool._spare_bytes
