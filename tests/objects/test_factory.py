@@ -127,7 +127,7 @@ def test_settings_of_the_store_have_the_names_of_vllm_omni(
         ({"segment": "512MB"}, "segment_gib"),
         ({"segment": 1, "segment_gib": 1}, "'segment' and 'segment_gib' say the same"),
         ({"object_timeout": 0}, "object_timeout must be positive"),
-        ({"segment_gib": float("nan")}, "segment_gib"),
+        *(({"segment_gib": each}, "segment_gib") for each in (float("nan"), float("inf"), -1)),
     ],
 )
 @pytest.mark.parametrize("name", STORES)
