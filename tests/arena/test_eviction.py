@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from omni_connector.arena import slot_pool
 from omni_connector.arena.eviction import DEPTHS, LEAST, TAILS, EvictionOrder, depth_of
@@ -69,13 +68,6 @@ def test_what_nobody_uses_any_more_goes_in_the_end() -> None:
     for number in range(16):
         use(pool, str(number))
     assert kept(pool, "twice") == 0
-
-
-def test_what_was_evicted_not_long_ago_counts_as_used_again() -> None:
-    pool = SlotPool(4)
-    for word in ("back", *"abcd", "back", *"efgh"):
-        use(pool, word)
-    assert kept(pool, "back") == 1
 
 
 def test_what_was_evicted_lately_counts_however_much_was_evicted_before() -> None:
@@ -229,12 +221,6 @@ def test_a_million_slots_take_less_than_a_hundred_bytes_each() -> None:
     assert sum(array.nbytes for array in arrays) <= 100 << 20
 
 
-class _Prompt:
-    def __init__(self, words: tuple[str, ...], group: int, slots: list[int]) -> None:
-        self.words, self.group, self.slots = words, group, slots
-        self.filling: list[int] = []
-
-
 def admitted(pool: SlotPool, word: str) -> bool:
     """Keep a block, if it is admitted."""
     asked = [word.encode()]
@@ -383,123 +369,3 @@ def test_many_slots_are_let_go_of_as_one_after_the_other_would_be(fates: list[_F
     assert (one._ready == other._ready).all()
     assert (one._keyed == other._keyed).all()
     assert one._order.num_pins == other._order.num_pins
-
-
-class PoolMachine(RuleBasedStateMachine):
-    """The pool against a dictionary that says what is in each slot."""
-
-    SLOTS = 7
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = SlotPool(self.SLOTS)
-        self.prompts: list[_Prompt] = []
-        self.holds: dict[int, bytes] = {}  # key by slot, of what is held or being filled
-        self.content: dict[int, tuple[int, bytes]] = {}  # of each slot that was filled
-
-    @rule(
-        words=st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(tuple),
-        group=st.integers(0, GROUPS - 1),
-    )
-    def take(self, words: tuple[str, ...], group: int) -> None:
-        asked: list[list[bytes | None]] = [[] for _ in range(GROUPS)]
-        asked[group] = keys(*words)
-        free_and_cached = sum(self.pool.counts()[:2])
-        taken = self.pool.take(asked, [0] * GROUPS)
-        in_use = {slot for each in self.prompts for slot in (*each.slots, *each.filling)}
-        if taken is None:
-            assert len(words) > free_and_cached - len(in_use) or len(words) > free_and_cached - 4
-            return
-        slots = taken[0][group].tolist()
-        lacks = self.pool.lacks(taken[0][group]).tolist()
-        for slot, key, lacking in zip(slots, asked[group], lacks, strict=True):
-            assert key is not None
-            if slot in in_use:  # shared, or else it would have been taken from somebody
-                assert self.holds[slot] == bytes([group]) + key
-            elif not lacking:  # a hit
-                assert self.content[slot] == (group, key)
-            self.holds[slot] = bytes([group]) + key
-        self.prompts.append(_Prompt(words, group, slots))
-
-    @precondition(lambda self: self.prompts)
-    @rule(data=st.data())
-    def fill(self, data: st.DataObject) -> None:
-        prompt = data.draw(st.sampled_from(self.prompts))
-        numbers = np.array(prompt.slots)
-        at = np.flatnonzero(self.pool.lacks(numbers))
-        asked = keys(*prompt.words)
-        self.pool.fill(prompt.group, [asked[i] for i in at], numbers[at])
-        prompt.filling += numbers[at].tolist()
-
-    @precondition(lambda self: any(each.filling for each in self.prompts))
-    @rule(data=st.data())
-    def filled(self, data: st.DataObject) -> None:
-        prompt = data.draw(st.sampled_from([each for each in self.prompts if each.filling]))
-        self.pool.filled(np.array(prompt.filling))
-        for slot in prompt.filling:
-            self.content[slot] = (prompt.group, self.holds[slot][1:])
-        prompt.filling = []
-
-    @precondition(lambda self: any(not each.filling for each in self.prompts))
-    @rule(data=st.data())
-    def let_go(self, data: st.DataObject) -> None:
-        prompt = data.draw(st.sampled_from([each for each in self.prompts if not each.filling]))
-        self.prompts.remove(prompt)
-        self.pool.let_go(np.array(prompt.slots)[::-1])
-
-    @rule(
-        told=st.lists(
-            st.tuples(st.integers(-1, SLOTS), st.integers(0, 3)),
-            max_size=8,
-        )
-    )
-    def touch(self, told: list[tuple[int, int]]) -> None:
-        numbers, ago = np.array(told, np.int64).reshape(-1, 2).T
-        generations = self.pool.generation[numbers % self.SLOTS] - ago // 3
-        self.pool.touch(numbers, generations)
-
-    @rule(numbers=st.permutations(range(SLOTS)), ago=st.integers(0, 1))
-    def requeue(self, numbers: list[int], ago: int) -> None:
-        asked = np.array(numbers)
-        again = self.pool._order._again.copy()
-        self.pool.requeue(asked, self.pool.generation[asked] - ago)
-        assert (self.pool._order._again == again).all()
-
-    @rule()
-    def forget(self) -> None:
-        self.pool.forget()
-        assert self.pool.num_cached == 0
-
-    @rule(numbers=st.lists(st.integers(0, SLOTS - 1), unique=True))
-    def drop(self, numbers: list[int]) -> None:
-        held = {slot for each in self.prompts for slot in (*each.slots, *each.filling)}
-        asked = np.array(numbers, np.int64)
-        cached = asked[np.isin(asked, self.pool.cached())]
-        keyed = self.pool._keyed.copy()
-        assert self.pool.drop(asked) == len(cached)
-        assert not held & set(cached.tolist())
-        keyed[cached] = False  # nothing else is lost
-        assert (self.pool._keyed == keyed).all()
-
-    @invariant()
-    def counts_agree(self) -> None:
-        pool = self.pool
-        held = {slot for each in self.prompts for slot in (*each.slots, *each.filling)}
-        cached = set(pool.cached().tolist())
-        free = set(pool._free[: pool._num_free].tolist())
-        assert not held & (cached | free)
-        assert not cached & free
-        assert (len(free), len(cached)) == pool.counts()[:2]
-        assert held | cached | free == set(range(self.SLOTS))
-
-    @invariant()
-    def every_cached_slot_has_its_turn_once(self) -> None:
-        queues = self.pool._order._batches
-        batches = [pair for queue in queues for pair in queue.items()]
-        living = [n for pair in batches for n in self.pool._order._living(*pair).tolist()]
-        assert len(living) == len(set(living)) == self.pool.num_cached
-        assert all(each.alive for _, each in batches)
-
-
-TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -9,12 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from omni_connector.arena.slot_index import Ints
 from omni_connector.arena.slot_pool import PIN_PART, Bools, SlotPool
 from omni_connector.testing.clock import FakeClock
 
 
-class PinMachine(RuleBasedStateMachine):
-    """Keeping, hand-offs, pins, time, resets, in any order: bounds hold, and nothing is lost."""
+class PoolMachine(RuleBasedStateMachine):
+    """Keeping, hand-offs, hits, pins, time, resets, in any order: bounds hold, a slot has what a
+    dictionary says, and nothing is lost."""
 
     SLOTS = 12
 
@@ -26,6 +28,7 @@ class PinMachine(RuleBasedStateMachine):
         self.handoffs: list[np.ndarray] = []
         # When the pin of each pinned slot ends, that of a request by itself and that of a session.
         self.until: dict[int, dict[bool, float]] = {}
+        self.content: dict[int, bytes] = {}  # of each slot that was copied last
 
     prompts = st.sampled_from([1, 2, 3])
 
@@ -47,6 +50,13 @@ class PinMachine(RuleBasedStateMachine):
         assert not self.pool.find(0, [keys[i] for i in beyond]).size
         if len(slots):
             self.saves.append(slots)
+            self.holds(slots, [keys[i] for i in chosen])
+
+    def holds(self, slots: Ints, keys: list[bytes]) -> None:
+        """These slots are taken for these blocks: they are nobody else's."""
+        others = [s for each in (*self.saves[:-1], *self.handoffs) for s in each.tolist()]
+        assert not set(others) & set(slots.tolist())
+        self.content.update(zip(slots.tolist(), keys, strict=True))
 
     @rule(prompt=prompts, first=st.integers(0, 9), count=st.integers(1, 9))
     def take(self, prompt: int, first: int, count: int) -> None:
@@ -58,6 +68,10 @@ class PinMachine(RuleBasedStateMachine):
         slots = taken[0][0]
         lacks = self.pool.lacks(slots)
         assert not pinned[slots[lacks]].any(), "a pinned slot was given to another block"
+        assert [self.content[s] for s in slots[~lacks].tolist()] == [
+            keys[i] for i in np.flatnonzero(~lacks)
+        ]
+        self.holds(slots[lacks], [keys[i] for i in np.flatnonzero(lacks)])
         self.pool.fill(0, [keys[i] for i in np.flatnonzero(lacks)], slots[lacks])
         self.pool.filled(slots[lacks])
         self.handoffs.append(slots)
@@ -129,6 +143,18 @@ class PinMachine(RuleBasedStateMachine):
         assert self.pool.drop(slots) == len(slots) - len(held)
         assert sorted(self.pool.find(0, self.keys(prompt, first, count))) == sorted(held)
 
+    @rule(told=st.lists(st.tuples(st.integers(-1, SLOTS), st.integers(0, 3)), max_size=8))
+    def touch(self, told: list[tuple[int, int]]) -> None:
+        numbers, ago = np.array(told, np.int64).reshape(-1, 2).T
+        self.pool.touch(numbers, self.pool.generation[numbers % self.SLOTS] - ago // 3)
+
+    @rule(numbers=st.permutations(range(SLOTS)), ago=st.integers(0, 1))
+    def requeue(self, numbers: list[int], ago: int) -> None:
+        asked = np.array(numbers)
+        again = self.pool._order._again.copy()
+        self.pool.requeue(asked, self.pool.generation[asked] - ago)
+        assert (self.pool._order._again == again).all()
+
     @rule()
     def forget(self) -> None:
         self.pool.forget()
@@ -143,7 +169,17 @@ class PinMachine(RuleBasedStateMachine):
         assert pool.num_pinned == np.count_nonzero(self.pinned()[cached])
         assert order.num_pins == np.count_nonzero(order.pinned) <= self.SLOTS // PIN_PART
         assert self.SLOTS - sum(pool.counts()[:2]) == np.count_nonzero(pool._users)
-        assert not order.pinned[pool._free[: pool.counts()[0]]].any()
+        free = pool._free[: pool.counts()[0]]
+        assert not order.pinned[free].any()
+        held = {s for each in (*self.saves, *self.handoffs) for s in each.tolist()}
+        assert not held & {*cached.tolist(), *free.tolist()}
+        assert len(held) + len(cached) + len(free) == self.SLOTS
+        # Each cached slot has its turn once.
+        batches = [pair for queue in order._batches for pair in queue.items()]
+        living = [n for pair in batches for n in order._living(*pair).tolist()]
+        assert sorted(living) == sorted(set(living))
+        assert len(living) == pool.num_cached
+        assert all(each.alive for _, each in batches)
 
     def teardown(self) -> None:
         for slots in self.saves:
@@ -157,8 +193,8 @@ class PinMachine(RuleBasedStateMachine):
         assert self.pool.counts()[0] == self.SLOTS
 
 
-TestPins = PinMachine.TestCase
-TestPins.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 def full(pool: SlotPool, *prompts: list[bytes]) -> None:

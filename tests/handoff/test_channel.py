@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_all
 from pathlib import Path
 from typing import Any
@@ -312,34 +312,25 @@ def test_every_lease_request_made_while_the_channel_closes_is_answered(
     folder: Path, compatibility: CompatibilityKey
 ) -> None:
     address = f"ipc://{folder}/nobody.sock"
-    for _ in range(20):
-        channel = ControlChannel(compatibility=compatibility)
-        closed = threading.Event()
-        started = threading.Barrier(3)
-        futures: queue.SimpleQueue[Future[Lease]] = queue.SimpleQueue()
 
-        def ask_on(
-            channel: ControlChannel = channel,
-            closed: threading.Event = closed,
-            started: threading.Barrier = started,
-            futures: "queue.SimpleQueue[Future[Lease]]" = futures,
-        ) -> None:
-            started.wait(LONG)
-            while not closed.is_set():
-                futures.put(ask(channel, address, b"t" * 16, b"e" * 16))
-            futures.put(ask(channel, address, b"t" * 16, b"e" * 16))
+    def ask_on(channel: ControlChannel, closed: threading.Event) -> list[Future[Lease]]:
+        futures = []
+        while not closed.is_set():
+            futures.append(ask(channel, address, b"t" * 16, b"e" * 16))
+            asked.release()
+        return [*futures, ask(channel, address, b"t" * 16, b"e" * 16)]
 
-        threads = [threading.Thread(target=ask_on) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        started.wait(LONG)
-        futures.get(timeout=LONG)
-        channel.close()
-        closed.set()
-        for thread in threads:
-            thread.join(LONG)
-        while not futures.empty():
-            assert isinstance(failure(futures.get()), PeerUnreachableError)
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(20):
+            asked, closed = threading.Semaphore(0), threading.Event()
+            channel = ControlChannel(compatibility=compatibility)
+            asking = [threads.submit(ask_on, channel, closed) for _ in range(2)]
+            assert asked.acquire(timeout=LONG)
+            channel.close()
+            closed.set()
+            for each in asking:
+                for future in each.result(LONG):
+                    assert isinstance(failure(future), PeerUnreachableError)
 
 
 def test_a_callback_that_fails_does_not_end_the_channel(

@@ -182,26 +182,6 @@ def test_a_load_lasts_no_longer_than_its_lease(decode: Decode, waited: float) ->
     assert spec.lease.on(decode.clock) == decode.clock() + 95.0 - waited
 
 
-def test_a_lease_that_vllm_does_not_want_is_let_go_of_at_once(decode: Decode) -> None:
-    lease = decode.lease(100.0)
-    assert decode.matched() == TOKENS
-    assert decode.load(0) is None
-    assert decode.channel.released == [lease]
-    assert decode.matched() == 0
-
-
-def test_a_lease_is_released_with_the_end_of_its_load(decode: Decode) -> None:
-    lease = decode.lease(100.0)
-    assert decode.matched() == TOKENS
-    assert decode.load() is not None
-    assert not decode.channel.released
-    ((job_id, _),) = decode.work.loads.items()
-    decode.ledger.report({job_id: 1}, {})
-    assert decode.channel.released == [lease]
-    decode.receiver.finish(decode.fetch)
-    assert decode.channel.released == [lease]
-
-
 def test_an_engine_that_was_idle_asks_again_and_holds_the_old_lease_meanwhile(
     decode: Decode,
 ) -> None:
@@ -288,10 +268,12 @@ def test_a_prompt_that_is_shorter_than_the_least_is_dropped(decode: Decode, toke
 def test_blocks_that_were_loaded_in_part_are_noted_until_their_load_fails(
     decode: Decode, failure: str | None
 ) -> None:
-    decode.lease(100.0)
+    lease = decode.lease(100.0)
     assert decode.matched() == TOKENS
     assert decode.load() is not None
     decode.receiver.incomplete[decode.fetch] = None
     (job_id,) = decode.work.loads
+    assert not decode.channel.released
     decode.ledger.report({job_id: 1}, {} if failure is None else {job_id: failure})
     assert list(decode.receiver.incomplete) == ([decode.fetch] if failure is None else [])
+    assert decode.channel.released == [lease]

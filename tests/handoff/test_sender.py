@@ -89,17 +89,3 @@ def test_room_is_looked_for_only_when_there_may_be_more(
     assert directory.looks == 4  # with whom is the first now
     clock.advance(WAIT_S)
     assert all(map(sender.may_schedule, waiting.values()))  # without a hand-off
-
-
-@pytest.mark.parametrize("how", ["refused", "over"])
-def test_the_next_is_tried_when_the_first_goes(
-    sender: HandoffSender, directory: Directory, waiting: dict[str, Any], how: str
-) -> None:
-    directory.room = 30  # which has been there all the time
-    assert not sender.may_schedule(waiting["small"])
-    if how == "refused":
-        sender.refuse(waiting["large"], "weights_unknown", "")
-    else:
-        sender.finish(waiting["large"])
-    assert sender.may_schedule(waiting["small"])
-    assert sender.may_schedule(waiting["smaller"])

@@ -222,12 +222,6 @@ def _with_header(owner: _Owner, slot: int, header: bytes) -> contextlib.ExitStac
     return undo
 
 
-def _check_read(owner: _Owner, content: NDArray[np.uint8]) -> bool:
-    # A header may be any; bytes that are served are covered by a checksum, or were announced so.
-    assert content.size <= SLOT_BYTES
-    return True
-
-
 @contextmanager
 def neighbours() -> Iterator[Parser]:
     """What an engine of this host says that shares prefixes, and what it tells of hits."""
@@ -280,7 +274,8 @@ def mapped_headers() -> Iterator[Parser]:
         def parse(hostile: tuple[int, bytes, int, int]) -> bool:
             slot, header, asked, generation = hostile
             with _with_header(owner, slot, header):
-                return _check_read(owner, read(remote, asked, generation))
+                assert read(remote, asked, generation).size <= SLOT_BYTES
+                return True
 
         yield Parser(
             "slot headers, mapped", lambda rng: _hostile_header(owner, rng), parse, (OmniError,)
@@ -301,7 +296,8 @@ def fetched_headers() -> Iterator[Parser]:
                 fetched = remote.fetch([asked], [generation], len(_CONTENT), timeout=1.0)
                 assert fetched.rows.shape == (1, len(_CONTENT))
                 fetched.release()
-                return _check_read(owner, read(remote, asked, generation))
+                assert read(remote, asked, generation).size <= SLOT_BYTES
+                return True
 
         yield Parser(
             "slot headers, fetched", lambda rng: _hostile_header(owner, rng), parse, (OmniError,)

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -32,6 +32,7 @@ from omni_connector.testing.clock import FakeClock
 from omni_connector.transports.base import Endpoint
 from tests.hostile.mutation import distort_msgpack
 from tests.hostile.trial import Parser
+from tests.kv.shapes import compatibility_key, group_shape
 
 SLOTS: Final = 16
 TTL_S: Final = 1000.0
@@ -50,50 +51,26 @@ _CONNECTIONS: Final = tuple(
 
 def shape(**changes: object) -> GroupShape:
     """A cache group of two layers."""
-    values: dict[str, Any] = {
-        "kind": "full_attention",
-        "block_size": 16,
-        "attention_type": "all",
-        "layers": "even",
-        "pages": ("H2.N16.C64", "H2.N16.C64"),
-        "names": ("layers.0", "layers.2"),
-    }
-    return GroupShape(**(values | changes))
+    return group_shape(**({"names": ("layers.0", "layers.2")} | changes))
 
 
 def compatibility(ranks: int = 1, **changes: object) -> CompatibilityKey:
     """What an engine of two cache groups keeps; the changes are of the first group."""
-    return CompatibilityKey(
-        model="m@1",
-        dtype="bfloat16",
-        kv_dtype="auto",
-        integrity="full",
-        kv_heads=2,
-        ranks=ranks,
-        groups=(
-            shape(**changes),
-            shape(
-                kind="sliding_window", attention_type="window", window=64, layers="odd", names=ODD
-            ),
-        ),
-    )
+    window = {"kind": "sliding_window", "attention_type": "window", "window": 64}
+    groups = (shape(**changes), shape(layers="odd", names=ODD, **window))
+    return compatibility_key(ranks=ranks, groups=groups)
 
 
 def readers() -> list[CompatibilityKey]:
     """Engines that can read the one above: alike, or with other blocks, ranks or byte orders."""
-    halves = tuple(page.replace("H2", "H1") for page in ("H2.N16.C64", "H2.N16.C64"))
-    both = {"pages": halves}
+    halves = ("H1.N16.C64",) * 2
+    groups = tuple(msgspec.structs.replace(each, pages=halves) for each in compatibility().groups)
     return [
         compatibility(),
         compatibility(block_size=32, pages=("H2.N32.C64", "H2.N32.C64")),
         compatibility(pages=("N16.H2.C64", "H2.N16.C64")),
         compatibility(block_size=8, pages=("N8.H2.C64", "H2.N8.C64")),
-        msgspec.structs.replace(
-            compatibility(2, **both),
-            groups=tuple(
-                msgspec.structs.replace(group, pages=halves) for group in compatibility().groups
-            ),
-        ),
+        msgspec.structs.replace(compatibility(2), groups=groups),
     ]
 
 
@@ -245,6 +222,7 @@ class Asked:
             encode(handshake_reply()),
             encode(granted()),
             encode(LeaseDenied(1, "unknown_token")),
+            encode(LeaseDenied(2, "not_introduced")),
             encode(Refused("model", "m@1", "m@2")),
             encode(HandshakeReply(EPOCH, "", other, ((endpoint(),),))),
             *(

@@ -31,7 +31,7 @@ from omni_connector.handoff.receiver import HandoffReceiver
 from omni_connector.kv.canonical import SlotLayout
 from omni_connector.kv.compatibility import CompatibilityKey
 from omni_connector.kv.convert import PageRun
-from omni_connector.runtime.context import PROCESS_CONTEXT, EngineContext
+from omni_connector.runtime.context import PROCESS_CONTEXT
 from omni_connector.transports.base import Endpoint
 from omni_connector.transports.choice import Transports
 from omni_connector.transports.shm import SharedMemoryTransport
@@ -81,20 +81,6 @@ class _Pool:
             block.ref_cnt -= 1
 
 
-class _Stats:
-    def count(self, name: str, number: int = 1) -> None:
-        """As `OmniStats.count`."""
-
-    def fail(self, kind: str, number: int = 1) -> None:
-        """As `OmniStats.fail`."""
-
-    def miss(self, cause: str, tokens: int) -> None:
-        """As `OmniStats.miss`."""
-
-    def time(self, name: str, seconds: float) -> None:
-        """As `OmniStats.time`."""
-
-
 class _Log:
     """In the place of loggers: what is logged with its stack is a fault."""
 
@@ -116,28 +102,25 @@ class _Copier:
 
     def load(self, copy: BlockCopy) -> NDArray[np.uint64]:
         """As `BlockCopier.load`."""
-        rows, index, size = copy.slots, copy.slot_ids, self._sizes[copy.group]
-        assert len(copy.block_ids) == len(index)
-        self._check(copy.block_ids)
-        assert not len(index) or (index.min() >= 0 and index.max() < len(rows))
-        assert rows.shape[1] >= size
-        found = [xxhash.xxh3_64_intdigest(rows[i, :size].tobytes()) for i in index]
-        return np.array(found if copy.checksum else [0] * len(found), np.uint64)
+        return self._read(copy, self._sizes[copy.group])
 
     def load_pages(
         self, copy: BlockCopy, runs: Sequence[PageRun], length: int
     ) -> NDArray[np.uint64]:
         """As `BlockCopier.load_pages`."""
-        rows, index = copy.slots, copy.slot_ids
-        assert len(copy.block_ids) == len(index)
-        self._check(copy.block_ids)
-        assert not len(index) or (index.min() >= 0 and index.max() < len(rows))
-        assert rows.shape[1] >= length
         done = 0
         for run in runs:
             assert done <= run.at <= length - run.nbytes
             assert 0 <= run.first < run.end <= self._sizes[copy.group]
             done = run.at + run.nbytes
+        return self._read(copy, length)
+
+    def _read(self, copy: BlockCopy, length: int) -> NDArray[np.uint64]:
+        rows, index = copy.slots, copy.slot_ids
+        assert len(copy.block_ids) == len(index)
+        self._check(copy.block_ids)
+        assert not len(index) or (index.min() >= 0 and index.max() < len(rows))
+        assert rows.shape[1] >= length
         found = [xxhash.xxh3_64_intdigest(rows[i, :length].tobytes()) for i in index]
         return np.array(found if copy.checksum else [0] * len(found), np.uint64)
 
@@ -172,7 +155,6 @@ class _Decoder:
     def load(self, frames: list[bytes], timeout: float = _TIMEOUT_S) -> bool | str:
         """Request a lease, ask, allocate and load, as vLLM has it done."""
         channel: Any = _Channel(self.ours, frames)
-        stats: Any = _Stats()
         pool: Any = _Pool()
         ledger = CopyLedger(pool, self.ours.ranks, time.monotonic)
         receiver = HandoffReceiver(
@@ -184,7 +166,7 @@ class _Decoder:
             group_ids=(0, 1),
             hash_id="",
             load_timeout=timeout,
-            context=EngineContext(stats=stats),
+            context=PROCESS_CONTEXT,
         )
         request: Any = SimpleNamespace(request_id="r")
         remote: Any = SimpleNamespace(token=b"t" * 16, epoch=EPOCH, remote_engine_id="e")

@@ -117,29 +117,27 @@ def test_equal_files_have_equal_digests_wherever_they_lie(
     assert told(engine(model)) == told(engine(elsewhere))
 
 
-@pytest.mark.parametrize("byte", [0, 64, 123_457, 9_999_999])
-def test_every_byte_counts(engine: MakeEngine, model: Path, byte: int) -> None:
-    """Samples see few of them."""
-    before = told(engine(model))
-    with (model / "model-1.safetensors").open("r+b") as file:
-        file.seek(byte)
-        (value,) = file.read(1)
-        file.seek(byte)
-        file.write(bytes([value ^ 1]))
-    assert told(engine(model)) != before
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
     "change",
     [
+        *(  # samples see few of them
+            lambda model, byte=byte: flip(model / "model-1.safetensors", byte)
+            for byte in (0, 64, 123_457, 9_999_999)
+        ),
         lambda model: (model / "config.json").write_text('{"hidden_size": 9}'),
         lambda model: (model / "model-2.safetensors").rename(model / "model-3.safetensors"),
         lambda model: (model / "model-3.safetensors").write_bytes(b"more"),
         lambda model: (model / "model-2.safetensors").unlink(),
     ],
-    ids=["configuration", "name", "another file", "one less"],
+    ids=[*range(4), "configuration", "name", "another file", "one less"],
 )
-def test_what_is_in_the_folder_counts(
+def test_every_byte_and_what_is_in_the_folder_counts(
     engine: MakeEngine, model: Path, change: Callable[[Path], object]
 ) -> None:
     before = told(engine(model))
@@ -147,19 +145,14 @@ def test_what_is_in_the_folder_counts(
     assert told(engine(model)) != before
 
 
-def test_the_second_engine_reads_nothing(engine: MakeEngine, model: Path, read: list[str]) -> None:
+def test_the_second_engine_reads_only_what_was_written_again(
+    engine: MakeEngine, model: Path, read: list[str]
+) -> None:
     first = told(engine(model))
     assert sorted(read) == ["model-1.safetensors", "model-2.safetensors"]
     read.clear()
     assert told(engine(model)) == first
     assert read == []
-
-
-def test_a_file_that_was_written_again_is_read_again(
-    engine: MakeEngine, model: Path, read: list[str]
-) -> None:
-    first = told(engine(model))
-    read.clear()
     (model / "model-2.safetensors").write_bytes(b"x" * 100)
     assert told(engine(model)) != first
     assert read == ["model-2.safetensors"]
@@ -323,17 +316,6 @@ def test_what_was_written_after_the_start_may_not_be_what_was_loaded(
     assert "written after this process began" in warnings.get(timeout=LONG)
 
 
-def test_files_that_cannot_be_read_are_told_once_and_harm_nobody(
-    engine: MakeEngine, model: Path, warnings: "queue.SimpleQueue[str]"
-) -> None:
-    shutil.rmtree(model)
-    each = engine(model)
-    assert each.ended
-    assert each.told.empty()
-    assert "No such file" in warnings.get(timeout=LONG)
-    assert warnings.empty()
-
-
 def test_a_process_that_is_killed_makes_the_weights_unknown(
     engine: MakeEngine,
     model: Path,
@@ -374,27 +356,32 @@ def test_an_engine_that_ends_leaves_no_process_and_no_lock(model: Path, tmp_path
         assert kept.acquire()
 
 
-def test_a_digest_that_needs_no_files_is_told_as_it_is() -> None:
-    each = Engine(lambda: "the digest of dummy weights")
-    assert told(each) == "the digest of dummy weights"
-    assert each.ended
+def unknown() -> ModelFiles:
+    raise UnknownFilesError("s3://bucket is no path")
 
 
-def test_where_the_operator_names_the_model_nothing_is_told(
+@pytest.mark.parametrize(
+    ("find", "digest", "warning"),
+    [
+        (lambda: "that of dummy weights", "that of dummy weights", None),
+        (lambda: None, None, None),  # the operator names the model
+        (unknown, None, "s3://bucket is no path"),
+        (lambda: files_of(Path("/no/model")), None, "No such file"),
+    ],
+    ids=["digest", "named", "unknown", "unreadable"],
+)
+def test_where_no_file_is_read_the_digest_or_the_reason_is_told_once(
+    find: Callable[[], ModelFiles | str | None],
+    digest: str | None,
+    warning: str | None,
     warnings: "queue.SimpleQueue[str]",
 ) -> None:
-    each = Engine(lambda: None)
+    each = Engine(find)
     assert each.ended
+    assert (each.told.get(timeout=LONG) if digest else None) == digest
     assert each.told.empty()
+    assert warning is None or warning in warnings.get(timeout=LONG)
     assert warnings.empty()
-
-
-def test_unknown_files_are_told(warnings: "queue.SimpleQueue[str]") -> None:
-    def find() -> ModelFiles:
-        raise UnknownFilesError("s3://bucket is no path")
-
-    assert Engine(find).ended
-    assert "s3://bucket is no path" in warnings.get(timeout=LONG)
 
 
 def test_the_start_does_not_wait_for_slow_files() -> None:

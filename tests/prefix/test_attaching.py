@@ -57,17 +57,28 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
-def test_an_arena_is_attached_where_every_rank_says_so(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("read", "asked"),
+    [
+        (APART, [["one 0", "other 0"], ["one 1", "other 1"]]),
+        (STRIPED, [["one 0", "one 1", "other 0", "other 1"]] * 2),
+    ],
+)
+def test_an_arena_is_attached_and_an_orphan_kept_where_every_rank_has_all_that_it_reads(
+    folder: Path, read: tuple[tuple[int, ...], ...], asked: list[list[str]]
+) -> None:
     workers = [Worker(folder, rank) for rank in range(2)]
-    with contextlib.closing(RankSockets(folder, "engine", APART)) as ranks:
+    with contextlib.closing(RankSockets(folder, "engine", read)) as ranks:
+        assert ranks.attached([]) == []
         assert ranks.attached([ONE, OTHER]) == [False, False]
-        assert [each.asked for each in workers] == [["one 0", "other 0"], ["one 1", "other 1"]]
-        workers[0].attached |= {"one 0", "other 0"}
-        workers[1].attached |= {"other 1"}
+        assert [each.asked for each in workers] == asked
+        workers[0].attached |= {"one 0", "one 1", "other 0", "other 1"}
+        workers[1].attached |= {"other 0", "other 1"}
         assert ranks.attached([ONE, OTHER]) == [False, True]
+        assert ranks.kept([(ONE, 3.0), (OTHER, 7.0)]) == [None, OTHER]
+        assert workers[1].asked[-1] == "other 1 for 7 s"
         workers[0].attached.clear()
         assert ranks.attached([ONE, OTHER]) == [False, False]
-        assert ranks.attached([]) == []
     for each in workers:
         each.end()
         each.end()
@@ -124,39 +135,15 @@ def test_a_closed_one_asks_nobody(folder: Path) -> None:
     worker.end()
 
 
-def test_an_orphan_is_kept_where_every_rank_has_it(
+def test_what_a_rank_is_silent_about_is_not_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = [Worker(folder, rank) for rank in range(2)]
-    workers[0].attached |= {"one 0", "other 0"}
-    workers[1].attached |= {"other 1"}
+    for number, worker in enumerate(workers):
+        worker.attached |= {f"other {number}"}
     with contextlib.closing(RankSockets(folder, "engine", APART)) as ranks:
-        assert ranks.kept([(ONE, 3.0), (OTHER, 7.0)]) == [None, OTHER]
-        assert workers[1].asked == ["one 1 for 3 s", "other 1 for 7 s"]
+        assert ranks.kept([(OTHER, 7.0)]) == [OTHER]
         workers[1].end()
         monkeypatch.setattr(attaching, "_ANSWER_S", 0.2)
         assert ranks.kept([(OTHER, 7.0)]) == [None]
     workers[0].end()
-
-
-def test_each_rank_attaches_the_arenas_of_all_over_which_slots_are_spread(folder: Path) -> None:
-    workers = [Worker(folder, rank) for rank in range(2)]
-    with contextlib.closing(RankSockets(folder, "engine", STRIPED)) as ranks:
-        assert ranks.attached([ONE, OTHER]) == [False, False]
-        everything = ["one 0", "one 1", "other 0", "other 1"]
-        assert [each.asked for each in workers] == [everything, everything]
-        workers[0].attached |= set(everything)
-        workers[1].attached |= {"one 1", "other 0", "other 1"}
-        assert ranks.attached([ONE, OTHER]) == [False, True]
-    for each in workers:
-        each.end()
-
-
-def test_an_orphan_with_stripes_is_kept_where_every_rank_has_all_of_it(folder: Path) -> None:
-    workers = [Worker(folder, rank) for rank in range(2)]
-    workers[0].attached |= {"one 0", "one 1", "other 0", "other 1"}
-    workers[1].attached |= {"one 1", "other 0", "other 1"}
-    with contextlib.closing(RankSockets(folder, "engine", STRIPED)) as ranks:
-        assert ranks.kept([(ONE, 3.0), (OTHER, 7.0)]) == [None, OTHER]
-    for each in workers:
-        each.end()

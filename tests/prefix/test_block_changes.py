@@ -167,17 +167,6 @@ def test_what_readers_have_forgotten_is_told_again_each_block_after_its_parent(p
     told.index.close()
 
 
-def test_a_block_that_goes_and_is_copied_anew_is_told_though_the_copy_ends_later(told):
-    told.keep(KEYS[:1])
-    assert told.hear() == set(KEYS[:1])
-    told.keep(KEYS[1:7])
-    told.begin(KEYS[:1])
-    assert KEYS[0] not in told.hear()
-    told.end()
-    assert told.hear() == told.kept()
-    assert KEYS[0] in told.kept()
-
-
 def test_blocks_of_a_prompt_come_in_its_order(told):
     told.keep(KEYS[:5])
     assert [change.content.index for change in told.changes.take()] == list(range(5))

@@ -151,35 +151,27 @@ def test_other_weights_find_nothing_and_another_model_is_refused(host: Host) -> 
     assert found(host.engine("another", model=b"m" * 16)) == []
 
 
-def test_an_engine_that_had_kept_nothing_takes_no_room(host: Host) -> None:
+def test_an_engine_that_had_kept_nothing_takes_no_room_and_no_other_for_ever(host: Host) -> None:
     keep = host.keep()
     before = open_descriptors()
     kept_by(keep, host.engine("one", blocks=False))
     assert open_descriptors() == before
-    assert found(host.engine("one")) == []
-
-
-def test_its_time_ends_and_the_memory_is_freed(host: Host) -> None:
-    keep = host.keep()
-    before = open_descriptors()
-    kept_by(keep, host.engine("one"))
+    kept_by(keep, host.engine("other"))
     host.clock.advance(SECONDS)
     keep.look()
     assert open_descriptors() == before
     assert found(host.engine("one")) == []
 
 
-def test_memory_of_a_living_engine_is_not_counted(host: Host) -> None:
-    keep = host.keep(most_bytes=0)
-    host.engine("one")
-    keep.look()
-    assert keep._kept.nbytes == 0
-    assert len(keep._living) == 1
-
-
-def test_memory_is_counted_by_what_the_kernel_has_allocated(host: Host) -> None:
+def test_memory_that_the_kernel_has_allocated_is_counted_once_its_engine_has_ended(
+    host: Host,
+) -> None:
     keep = host.keep()
-    kept_by(keep, host.engine("one"))
+    engine = host.engine("one")
+    keep.look()
+    assert (keep._kept.nbytes, len(keep._living)) == (0, 1)
+    engine.kill()
+    keep.look()
     arenas = 2 * SLOTS * SLOT_BYTES
     assert arenas <= keep._kept.nbytes <= arenas + (1 << 17)  # headers and the index
 

@@ -32,18 +32,14 @@ def test_work_is_done_on_each_item_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert threading.current_thread().name in names
 
 
-def test_small_work_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("nbytes", "cores"), [(1 << 20, {0, 1, 2, 3}), (1 << 40, {3})])
+def test_small_work_or_one_core_starts_no_thread(
+    nbytes: int, cores: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
     monkeypatch.setattr(threading, "Thread", None)
     done: list[int] = []
-    share_out(done.append, [1, 2], 1 << 20)
-    assert done == [1, 2]
-
-
-def test_process_of_one_core_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
-    monkeypatch.setattr(threading, "Thread", None)
-    done: list[int] = []
-    share_out(done.append, [1, 2], 1 << 40)
+    share_out(done.append, [1, 2], nbytes)
     assert done == [1, 2]
 
 
@@ -226,29 +222,22 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Helpers:
     return found
 
 
-def test_who_lends_itself_takes_part(pair: Helpers) -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_who_lends_itself_takes_part_and_what_it_raises_is_raised_at_the_caller(
+    pair: Helpers, raises: bool
+) -> None:
     together, threads = threading.Barrier(2, timeout=LONG), set()
 
     def work(item: int) -> None:
         together.wait()
         threads.add(threading.get_ident())
-
-    caller = Caller(pair, work, 2)
-    pair.lend(lambda: caller.needs_help, seconds=60)
-    assert threads == {threading.get_ident(), caller.ident}
-
-
-def test_what_a_lent_thread_raises_is_raised_at_the_caller(pair: Helpers) -> None:
-    together = threading.Barrier(2, timeout=LONG)
-
-    def work(item: int) -> None:
-        together.wait()
-        if threading.current_thread() is not caller:
+        if raises and threading.current_thread() is not caller:
             raise TransportError("lent")
 
     caller = Caller(pair, work, 2)
     pair.lend(lambda: caller.needs_help, seconds=60)
-    assert str(caller.raised) == "lent"
+    assert threads == {threading.get_ident(), caller.ident}
+    assert str(caller.raised) == ("lent" if raises else "None")
 
 
 def test_what_a_signal_raises_in_a_lent_thread_is_raised_there(pair: Helpers) -> None:

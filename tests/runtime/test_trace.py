@@ -83,6 +83,10 @@ def test_without_a_span_there_is_no_thread_and_no_file(tmp_path: Path) -> None:
     trace.close()
     trace.close()
     assert not list(tmp_path.iterdir())
+    assert json.loads(merge(tmp_path))["traceEvents"] == []
+    assert not NO_TRACE.is_recording
+    NO_TRACE.phase("lease", now(), now(), "r")
+    NO_TRACE.close()
 
 
 def test_a_phase_is_a_span_of_its_request(tmp_path: Path) -> None:
@@ -180,12 +184,6 @@ def test_work_is_traced_from_its_first_piece_to_its_end_with_its_parts(tmp_path:
     assert save.ts <= part.ts
 
 
-def test_without_a_trace_nothing_happens() -> None:
-    assert not NO_TRACE.is_recording
-    NO_TRACE.phase("lease", now(), now(), "r")
-    NO_TRACE.close()
-
-
 def test_work_that_raises_or_is_dropped_is_traced_too(tmp_path: Path) -> None:
     trace = FileTrace(str(tmp_path), "engine", "worker0")
     closed = []
@@ -231,10 +229,6 @@ def test_files_become_one_chrome_trace(tmp_path: Path) -> None:
     assert begin["ts"] <= end["ts"]
     assert begin["id2"] == end["id2"]
     assert begin["args"] == {"job": 1}
-
-
-def test_an_empty_folder_is_an_empty_trace(tmp_path: Path) -> None:
-    assert json.loads(merge(tmp_path))["traceEvents"] == []
 
 
 @pytest.mark.parametrize("arguments", [[], ["nowhere"], ["a", "b"]])
