@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hand-offs between two real engines, and what these tests ask of them."""
 
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,10 @@ from . import kv
 from .configurations import BLOCK
 from .pool import Member, Pool, require_idle
 from .prompts import MAX_TOKENS, new_salt, random_prompt
+
+WAIT_S = 60.0
+TOLD_S = 0.2
+"""Seconds between two requests that have an engine tell what it has counted."""
 
 # 4 layers x 2 heads x 64 x (K, V) x 4 bytes
 BLOCK_BYTES = BLOCK * 4 * 2 * 64 * 2 * 4
@@ -88,6 +93,30 @@ def ask(
     """Let an engine complete a prompt that its caches do not know, unless they know the salt."""
     settings = {"max_tokens": MAX_TOKENS, "cache_salt": salt or new_salt(), **fields}
     return reference.ask(engine, prompt, **settings)
+
+
+def counted(engine: Engine, counter: str, **labels: str) -> float:
+    """What an engine's connector has counted."""
+    return engine.metric(f"vllm:omni_connector_{counter}_total", **labels)
+
+
+def publish(
+    writer: Engine, prompt: list[int], salt: str, counter: str, number: int, **fields: Any
+) -> reference.Answer:
+    """Have an engine compute a prompt, and wait until it has counted so many more."""
+    wanted = counted(writer, counter) + number
+    answer = ask(writer, prompt, salt, **fields)
+    deadline = time.monotonic() + WAIT_S
+    while counted(writer, counter) < wanted:
+        assert time.monotonic() < deadline, writer.log_tail()
+        time.sleep(TOLD_S)
+        writer.complete(random_prompt(7, 3), max_tokens=1)  # idle engines tell nothing
+    return answer
+
+
+def shareable(prompt: list[int]) -> int:
+    """Tokens of the full blocks before the last token."""
+    return (len(prompt) - 1) // BLOCK * BLOCK
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ The decode engine's blocks hold noise before each hand-off, and test_negative_co
 the same comparison fails for a connector that moves nothing.
 """
 
-import copy
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -66,15 +65,6 @@ def test_a_prefix_that_decode_holds_is_not_moved(pair: Pair, cases: dict[str, Ca
     assert moved == (-(-len(case.prompt) // BLOCK) - 8) * BLOCK_BYTES
 
 
-def test_prompts_that_share_a_prefix_on_the_prefill_engine(
-    pair: Pair, cases: dict[str, Case]
-) -> None:
-    salt = new_salt()
-    for name in ("two-thousand", "shares-a-prefix", "two-thousand"):
-        params = pair.prefill(cases[name].prompt, salt)
-        cases[name].check(pair.decode(cases[name].prompt, salt, params))
-
-
 def test_many_hand_offs_at_once(pair: Pair, cases: dict[str, Case]) -> None:
     todo = list(cases.values()) * 2
     pair.decode_probe.spoil()
@@ -97,16 +87,6 @@ def test_params_of_another_prompt_are_refused(pair: Pair, cases: dict[str, Case]
     mine.check(answer)
     assert pair.failures() == before + 1
     other.check(pair.decode(other.prompt, salt, params))
-
-
-def test_params_of_another_salt_are_refused(pair: Pair, cases: dict[str, Case]) -> None:
-    case, salt = cases["not-aligned"], new_salt()
-    before = pair.failures()
-    params = pair.prefill(case.prompt, salt)
-    answer = pair.decode(case.prompt, new_salt(), params)
-    case.check(answer)
-    assert pair.failures() == before + 1
-    case.check(pair.decode(case.prompt, salt, params))
 
 
 def test_expired_params_are_computed_locally(hasty: Pair, cases: dict[str, Case]) -> None:
@@ -175,14 +155,6 @@ def test_malformed_prefill_params_do_not_stop_the_prefill_engine(
         for answer in threads.map(ask, spoiled):
             assert answer.tokens == case.reference.tokens[:1]
     case.check(pair.hand_off(case.prompt))
-
-
-def test_params_can_be_used_once_more_or_are_refused(pair: Pair, cases: dict[str, Case]) -> None:
-    case, salt = cases["not-aligned"], new_salt()
-    params = pair.prefill(case.prompt, salt)
-    for _ in range(3):
-        answer = pair.decode(case.prompt, salt, copy.deepcopy(params))
-        case.check(answer)
 
 
 def send_and_leave(client: Client, body: dict[str, Any], after: float) -> None:

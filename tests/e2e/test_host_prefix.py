@@ -20,16 +20,12 @@ from omni_connector.testing.engines import Engine
 
 from . import kv
 from .configurations import BLOCK
-from .harness import PROMPTS, Case, ask
+from .harness import PROMPTS, WAIT_S, Case, ask, counted, publish, shareable
 from .pool import Member, Pool, engine_environment
 from .prompts import new_salt, random_prompt
 
 pytestmark = pytest.mark.e2e
 
-WAIT_S = 60.0
-
-# Seconds between two requests that have an engine tell what it has counted.
-TOLD_S = 0.2
 ORPHAN = "Found blocks of an engine that has ended"
 
 
@@ -43,19 +39,12 @@ class Host:
 
     def count(self, counter: str) -> float:
         """What the reader has counted."""
-        return self.reading.engine.metric(f"vllm:omni_connector_{counter}_total")
+        return counted(self.reading.engine, counter)
 
     def publish(self, prompt: list[int], salt: str, writer: Engine | None = None) -> None:
         """Have the writer compute a prompt, and wait until its full blocks are in its arena."""
-        writer = writer or self.writing.engine
-        counter = "vllm:omni_connector_blocks_saved_total"
-        wanted = writer.metric(counter) + len(prompt) // BLOCK
-        ask(writer, prompt, salt)
-        deadline = time.monotonic() + WAIT_S
-        while writer.metric(counter) < wanted:
-            assert time.monotonic() < deadline, writer.log_tail()
-            time.sleep(TOLD_S)
-            writer.complete(random_prompt(7, 3), max_tokens=1)  # idle engines tell nothing
+        blocks = len(prompt) // BLOCK
+        publish(writer or self.writing.engine, prompt, salt, "blocks_saved", blocks)
 
     def share(self, prompt: list[int]) -> reference.Answer:
         """Let the writer compute it, then ask the reader, whose blocks hold nobody's bytes."""
@@ -82,11 +71,6 @@ def host(engine_pool: Pool) -> Iterator[Host]:
     finally:
         for engine in engines:
             engine.stop()
-
-
-def shareable(prompt: list[int]) -> int:
-    """Tokens of the full blocks before the last token."""
-    return (len(prompt) - 1) // BLOCK * BLOCK
 
 
 def test_a_prefix_is_found_in_the_arena_of_another_engine(host: Host, case: Case) -> None:

@@ -11,13 +11,12 @@ from omni_connector.testing import reference
 
 from . import kv
 from .configurations import BLOCK
-from .harness import Case, Pair, ask
+from .harness import WAIT_S, Case, Pair, ask, counted, publish
 from .pool import Member, Pool
 from .prompts import new_salt, random_prompt
 
 pytestmark = pytest.mark.e2e
 
-WAIT_S = 60.0
 KV_HEADS = 2  # of the model
 NAMES = ("within-a-block", "one-block-and-a-token", "not-aligned", "two-thousand-not-aligned")
 
@@ -36,17 +35,13 @@ class Stages:
 
     def count(self, member: Member, counter: str) -> float:
         """What an engine has counted."""
-        return member.engine.metric(f"vllm:omni_connector_{counter}_total")
+        return counted(member.engine, counter)
 
     def share(self, prompt: list[int]) -> reference.Answer:
         """Have the first compute a prompt and keep its full blocks, and the second answer it."""
-        salt, before = new_salt(), self.count(self.first, "blocks_saved")
-        ask(self.first.engine, prompt, salt)
-        deadline = time.monotonic() + WAIT_S
+        salt = new_salt()
         # Each stage has saved its part of each block.
-        while self.count(self.first, "blocks_saved") < before + 2 * (len(prompt) // BLOCK):
-            assert time.monotonic() < deadline, self.first.engine.log_tail()
-            ask(self.first.engine, random_prompt(7, 3), max_tokens=1)
+        publish(self.first.engine, prompt, salt, "blocks_saved", 2 * (len(prompt) // BLOCK))
         self.second.probe.spoil()
         return ask(self.second.engine, prompt, salt)
 

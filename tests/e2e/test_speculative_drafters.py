@@ -16,7 +16,7 @@ from omni_connector.testing.reference import ROUNDING, Answer
 
 from . import vllm_itself
 from .configurations import BLOCK, DRAFTS
-from .harness import Pair, ask
+from .harness import WAIT_S, Pair, publish
 from .pool import Pool
 from .prompts import new_salt, random_prompt
 
@@ -38,7 +38,6 @@ LENGTHS = {
     "in-chunks": 1100,
 }
 MAX_TOKENS = 24
-WAIT_S = 60.0
 
 by_method = pytest.mark.parametrize(
     "method",
@@ -90,14 +89,8 @@ class Drafting:
 
     def publish(self, prompt: list[int], salt: str) -> None:
         """Have the prefill engine compute a prompt, and wait until its blocks are in its arena."""
-        counter = "vllm:omni_connector_blocks_saved_total"
-        writer = self.pair.prefill_engine
-        wanted = writer.metric(counter) + (len(prompt) - 1) // BLOCK
-        ask(writer, prompt, salt, max_tokens=1)
-        deadline = time.monotonic() + WAIT_S
-        while writer.metric(counter) < wanted:
-            assert time.monotonic() < deadline, writer.log_tail()
-            writer.complete(random_prompt(7, 3), max_tokens=1)  # idle engines tell nothing
+        blocks = (len(prompt) - 1) // BLOCK
+        publish(self.pair.prefill_engine, prompt, salt, "blocks_saved", blocks, max_tokens=1)
 
     def meet(self, prompt: list[int]) -> None:
         """Wait until the engines have met."""

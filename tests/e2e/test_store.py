@@ -18,9 +18,9 @@ from ..masters import Master
 from ..patience import STORE_S
 from . import kv
 from .configurations import BLOCK
-from .harness import PROMPTS, Case, ask
+from .harness import PROMPTS, Case, ask, counted, publish, shareable
 from .pool import Member, Pool
-from .prompts import new_salt, random_prompt
+from .prompts import new_salt
 
 pytest.importorskip("mooncake.store", exc_type=ImportError)
 
@@ -28,9 +28,6 @@ pytestmark = pytest.mark.e2e
 
 # A lookup and a load wait for `STORE_S` each. This stops a hang.
 ANSWER_S = 120.0
-
-# Seconds between two requests that have an engine tell what it has counted.
-TOLD_S = 0.2
 
 
 @dataclass
@@ -49,33 +46,23 @@ class Sharers:
     def reader(self) -> Engine:
         return self.reading.engine
 
-    def ask(self, engine: Engine, prompt: list[int], salt: str) -> reference.Answer:
-        return ask(engine, prompt, salt)
-
     def count(self, counter: str, **labels: str) -> float:
         """What the reader has counted."""
-        return self.reader.metric(f"vllm:omni_connector_{counter}_total", **labels)
+        return counted(self.reader, counter, **labels)
 
     def failed(self, kind: str) -> float:
         return self.count("failures", kind=kind)
 
     def publish(self, prompt: list[int], salt: str) -> None:
         """Have the writer compute a prompt, and wait until its full blocks are in the store."""
-        counter = "vllm:omni_connector_blocks_stored_total"
-        wanted = self.writer.metric(counter) + len(prompt) // BLOCK
-        self.ask(self.writer, prompt, salt)
-        deadline = time.monotonic() + 60.0
-        while self.writer.metric(counter) < wanted:
-            assert time.monotonic() < deadline, self.writer.log_tail()
-            time.sleep(TOLD_S)
-            self.writer.complete(random_prompt(7, 3), max_tokens=1)  # idle engines tell nothing
+        publish(self.writer, prompt, salt, "blocks_stored", len(prompt) // BLOCK)
 
     def share(self, prompt: list[int], salt: str | None = None) -> reference.Answer:
         """Let the writer compute it, then ask the reader, whose blocks hold nobody's bytes."""
         salt = salt or new_salt()
         self.publish(prompt, salt)
         self.reading.probe.spoil()
-        return self.ask(self.reader, prompt, salt)
+        return ask(self.reader, prompt, salt)
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +79,6 @@ def sharers(engine_pool: Pool) -> Iterator[Sharers]:
         for engine in engines:
             engine.stop()
         master.kill()
-
-
-def shareable(prompt: list[int]) -> int:
-    """Tokens of the full blocks before the last token."""
-    return (len(prompt) - 1) // BLOCK * BLOCK
 
 
 def test_a_prefix_is_found_by_another_engine(sharers: Sharers, case: Case) -> None:
@@ -124,7 +106,7 @@ def test_prompts_share_what_they_have_in_common(sharers: Sharers, cases: dict[st
     sharers.publish(cases["two-thousand"].prompt, salt)
     case = cases["shares-a-prefix"]
     sharers.reading.probe.spoil()
-    answer = sharers.ask(sharers.reader, case.prompt, salt)
+    answer = ask(sharers.reader, case.prompt, salt)
     case.check(answer)
     assert sharers.count("tokens_shared") - before == 1024
 
@@ -173,7 +155,7 @@ def wait_until_shared(sharers: Sharers, case: Case, timeout: float = 60.0) -> No
     while sharers.count("tokens_shared") == before:
         assert time.monotonic() < deadline, sharers.reader.log_tail()
         salt = new_salt()
-        sharers.ask(sharers.writer, case.prompt, salt)
+        ask(sharers.writer, case.prompt, salt)
         time.sleep(0.5)  # its blocks are on their way
         require_answer(sharers, case, salt)
 

@@ -17,15 +17,12 @@ from omni_connector.testing.reference import Answer, same_path
 
 from . import kv
 from .families import BY_RECIPE, Family
-from .harness import ask
+from .harness import WAIT_S, ask, counted, publish
 from .pool import Member, Pool
 from .prompts import MAX_TOKENS, new_salt, random_prompt
 
 pytestmark = pytest.mark.e2e
 
-WAIT_S = 60.0
-# Seconds between two requests that have an engine tell what it has counted.
-TOLD_S = 0.2
 # Tokens of the first turn's answer.
 TURN = 9
 LENGTHS = ("within-a-block", "one-block-and-a-part", "two-blocks-and-a-part")
@@ -56,20 +53,13 @@ class Talk:
 
     def count(self, counter: str) -> float:
         """What the reader has counted."""
-        return self.reading.engine.metric(f"vllm:omni_connector_{counter}_total")
+        return counted(self.reading.engine, counter)
 
     def publish(self, prompt: list[int], salt: str, max_tokens: int = 1) -> Answer:
         """Have the writer compute a turn, and wait until its end is kept, and that of its prompt
         where more was computed."""
-        writer, counter = self.writing.engine, "vllm:omni_connector_tails_kept_total"
-        wanted = writer.metric(counter) + 1 + (max_tokens > 1)
-        answer = ask(writer, prompt, salt, max_tokens=max_tokens)
-        deadline = time.monotonic() + WAIT_S
-        while writer.metric(counter) < wanted:
-            assert time.monotonic() < deadline, writer.log_tail()
-            time.sleep(TOLD_S)
-            writer.complete(random_prompt(7, 3), max_tokens=1)  # idle engines tell nothing
-        return answer
+        writer, ends = self.writing.engine, 1 + (max_tokens > 1)
+        return publish(writer, prompt, salt, "tails_kept", ends, max_tokens=max_tokens)
 
     def meet(self) -> None:
         """Wait until the engines have met."""
