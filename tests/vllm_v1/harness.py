@@ -55,6 +55,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from omni_connector.arena.arena import Arena
 from omni_connector.copy.copier import BlockCopy
+from omni_connector.copy.load_plans import LoadPlans
 from omni_connector.handoff.leases import Handoff, SlotDirectory
 from omni_connector.identity.adapters import version_of
 from omni_connector.identity.epochs import WeightsSaid
@@ -725,6 +726,39 @@ def lose_loads(decode: InProcessEngine, group: int, monkeypatch: pytest.MonkeyPa
         return sums
 
     monkeypatch.setattr(copier, "load", all_but_the_group)
+
+
+def turn_plans(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any, int, LoadPlans], Any]
+) -> None:
+    """Have ranks load from other sources than they should, as a control.
+
+    Args:
+        change: returns what is taken in the place of a source, given it, the plan that has it, the
+            group, and the rank's plans.
+    """
+    plan = LoadPlans._plan
+
+    def turned(plans: LoadPlans, source: Any, group: int) -> Any:
+        found = plan(plans, source, group)
+        sources = tuple(change(each, found, group, plans) for each in found.sources)
+        return dataclasses.replace(found, sources=sources)
+
+    monkeypatch.setattr(LoadPlans, "_plan", turned)
+
+
+def count_computed(engine: InProcessEngine) -> list[int]:
+    """Tokens computed in each step with any, from now on."""
+    steps: list[int] = []
+    execute = engine.execute
+
+    def counted(step: SchedulerOutput) -> ModelRunnerOutput:
+        if step.total_num_scheduled_tokens:
+            steps.append(step.total_num_scheduled_tokens)
+        return execute(step)
+
+    engine.execute = counted  # type: ignore[method-assign]
+    return steps
 
 
 def leased(

@@ -11,6 +11,11 @@ from omni_connector.copy.copier import BlockCopy
 TIMEOUT: Final = 60.0  # seconds; stops a hang
 
 
+def no_such_page(*_: object, **__: object) -> Any:
+    """A copy that fails."""
+    raise OSError("no such page")
+
+
 class Exchangeable:
     """A copier that others can take the place of while an engine runs.
 

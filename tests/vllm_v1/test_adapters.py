@@ -23,6 +23,8 @@ from tests import inspection
 from tests.toy import BLOCK
 
 from .harness import HANDOFF, assert_clean, prompt, wait
+from .places import Place, publish
+from .stores import MASTER
 
 pytestmark = pytest.mark.vllm
 
@@ -83,16 +85,18 @@ def test_an_adapter_that_was_loaded_anew_has_slots_of_its_own(engine, adapter, m
     assert decode.count("handoffs_received") == 1
 
 
-def test_through_the_store_only_equal_contents_meet(sharer, shelf, adapter, tokens):
-    first, second, third = sharer(), sharer(), sharer()
+@pytest.mark.parametrize("where", ["arena", "store"])
+def test_only_equal_contents_meet(engine, shelf, adapter, tokens, where):
+    counter = "tokens_from_host" if where == "arena" else "tokens_shared"
+    place = Place(engine, {"share": True} if where == "arena" else MASTER, counter)
+    first, second, third = place(), place(), place()
     lora = adapter(b"w" * 99)
-    assert first.generate(TEXT, lora=lora).tokens == tokens(TEXT, 1)
-    wait(lambda: len(shelf.entries) == 4)
+    assert publish(place, first, TEXT, lora=lora) == tokens(TEXT, 1)
     assert second.generate(TEXT, 6, lora=lora).tokens == tokens(TEXT, 6)
-    assert second.count("tokens_shared") == 4 * BLOCK
+    assert place.loaded(second) == 4 * BLOCK
     lora = adapter(b"other weights under that name and path")
     assert third.generate(TEXT, 6, lora=lora).tokens == tokens(TEXT, 6)
-    assert third.count("tokens_shared") == 0
+    assert place.loaded(third) == 0
     assert_clean(first, second, third)
 
 
@@ -407,17 +411,3 @@ def test_an_adapter_that_is_loaded_in_place_while_a_prompt_is_computed_voids_it(
     prefill.run(lambda: prefill.done(request_id))
     assert prefill.answers[request_id].params["omni_no_handoff"] == "weights_changed"
     assert_clean(prefill)
-
-
-def test_in_an_arena_only_equal_contents_meet(engine, adapter, tokens):
-    first, second, third = (engine("kv_both", extra={"share": True}) for _ in range(3))
-    for each in (first, second, third):
-        inspection.neighbours(each.half).look()
-        wait(lambda each=each: len(inspection.neighbours(each.half).present()) == 2)
-    lora = adapter(b"w" * 99)
-    first.generate(TEXT, lora=lora)
-    assert second.generate(TEXT, 6, lora=lora).tokens == tokens(TEXT, 6)
-    assert second.count("tokens_from_host") == 4 * BLOCK
-    other = adapter(b"other weights under that name and path")
-    assert third.generate(TEXT, 6, lora=other).tokens == tokens(TEXT, 6)
-    assert third.count("tokens_from_host") == 0

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 from omni_connector.copy.jobs import LoadSpec, SaveSpec
-from omni_connector.copy.threads import CopyThread, Outcome
+from omni_connector.copy.threads import CopyThread
 from omni_connector.kv.spans import NULL_BLOCK_ID, BlockSpans
 from omni_connector.vllm_v1.metadata import WorkerReport
 from tests import inspection
 from tests.toy import BLOCK
 
-from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, prompt, wait
+from .harness import HANDOFF, assert_clean, count_computed, hand_off, prompt, wait
 
 pytestmark = pytest.mark.vllm
 
@@ -64,28 +64,6 @@ def test_a_save_fails_and_nothing_is_handed_off(engine, tokens, kind):
         held.save = save
         assert hand_off(prefill, decode, prompt(80, seed=2)) == tokens(prompt(80, seed=2), 6)
         assert decode.count("handoffs_received") == 1
-
-
-def test_other_jobs_go_on_beside_one_that_raises():
-    thread = CopyThread("omni-test")
-
-    def good(cancelled):
-        yield False
-        return Outcome(2)
-
-    def bad(cancelled):
-        yield False
-        raise Gone
-
-    thread.submit(1, bad, [5, 6])
-    thread.submit(2, good)
-    ended: list[Outcome] = []
-    wait(lambda: len(ended.extend(thread.take_ended()) or ended) == 2)
-    assert [(each.job_id, each.failure, each.bad_block_ids) for each in ended] == [
-        (1, "job_failed", {5, 6}),
-        (2, None, set()),
-    ]
-    thread.close()
 
 
 class Stuck:
@@ -238,20 +216,6 @@ def test_so_are_those_that_are_made_of_smaller_ones(engine, first_bad):
     assert decode.generate(PROMPT, 6, params=answer).tokens == right
     assert computed[0] == len(PROMPT) - first_bad // 2 * 2 * BLOCK
     assert_clean(prefill, decode)
-
-
-def count_computed(decode: InProcessEngine) -> list[int]:
-    """Tokens computed in each step with any."""
-    steps: list[int] = []
-    execute = decode.execute
-
-    def counted(step):
-        if step.total_num_scheduled_tokens:
-            steps.append(step.total_num_scheduled_tokens)
-        return execute(step)
-
-    decode.execute = counted
-    return steps
 
 
 @pytest.mark.parametrize("asked", [True, False])

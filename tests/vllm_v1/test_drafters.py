@@ -5,7 +5,6 @@ The runner compares, position by position, what a drafter finds of tokens that o
 """
 
 import copy
-import random
 
 import pytest
 
@@ -15,7 +14,7 @@ from tests import inspection
 from tests.toy import BLOCK, DRAFTED, LAYERS
 from tests.toy_runner import WrongBytes
 
-from .harness import HANDOFF, SEVERAL_MODULES
+from .harness import HANDOFF, SEVERAL_MODULES, prompt
 
 pytestmark = pytest.mark.vllm
 
@@ -24,11 +23,6 @@ WAYS = [("mtp", 1), ("mtp", 3), ("modules", 2)]
 
 of_all = pytest.mark.parametrize("family", DRAFTED)
 by_way = pytest.mark.parametrize(("drafter", "drafts"), WAYS)
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    draw = random.Random(f"{seed}/{length}")
-    return [draw.randrange(3, 500) for _ in range(length)]
 
 
 @pytest.mark.shows(

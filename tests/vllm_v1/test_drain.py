@@ -13,7 +13,7 @@ from omni_connector.net.status import EngineStatus
 from omni_connector.vllm_v1 import patches
 from tests.toy import BLOCK
 
-from .harness import HANDOFF, assert_clean, prompt, wait
+from .harness import HANDOFF, assert_clean, count_computed, prompt, wait
 
 pytestmark = pytest.mark.vllm
 
@@ -87,9 +87,7 @@ def test_a_prefill_that_is_refused_is_not_computed(engine, operator):
     prefill = engine("kv_producer", engine_id="prefill")
     operator.drain("prefill")
     request_id = prefill.submit(PROMPT, params=HANDOFF)
-    computed = []
-    execute = prefill.execute
-    prefill.execute = lambda step: computed.append(step.total_num_scheduled_tokens) or execute(step)
+    computed = count_computed(prefill)
     prefill.run(lambda: prefill.done(request_id))
     assert sum(computed) == 1
     assert prefill.answers[request_id].params["omni_no_handoff"] == "draining"

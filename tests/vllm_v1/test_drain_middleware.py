@@ -2,6 +2,7 @@
 """`DrainMiddleware` around a server that is made up: what it answers, when it lets vLLM stop."""
 
 import asyncio
+import functools
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
@@ -118,11 +119,24 @@ async def _drop(message: Any) -> None:
     pass
 
 
-def run(scene: Callable[[], Awaitable[None]]) -> None:
-    async def within() -> None:
-        await asyncio.wait_for(scene(), 60.0)
+def scene(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Have a coroutine be a test."""
 
-    asyncio.run(within())
+    @functools.wraps(test)
+    def run(*args: Any, **given: Any) -> None:
+        async def within() -> None:
+            await asyncio.wait_for(test(*args, **given), 60.0)
+
+        asyncio.run(within())
+
+    return run
+
+
+async def started(**settings: Any) -> Server:
+    """A server of vLLM's."""
+    server = Server(**settings)
+    await server.start()
+    return server
 
 
 def terminate() -> None:
@@ -135,44 +149,38 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("connector", ["OmniKVConnector", "MultiConnector"])
-def test_it_drains_before_vllm_stops(engines: list[StandIn], connector: str) -> None:
-    async def scene() -> None:
-        server = Server(connector=connector)
-        await server.start()
-        assert await server.get("/health") == 200
-        running = asyncio.create_task(server.ask())
-        await asyncio.sleep(0)
-        terminate()
-        await until(lambda: engines[0].drains)
-        assert await server.get("/health") == 503
-        engines[0].says("drained")
-        late = asyncio.create_task(server.ask())  # it is served
-        await asyncio.sleep(3 * QUIET_S)
-        assert not server.stopped.is_set()  # requests are left
-        server.go_on.set()
-        assert await running == await late == 200
-        await server.stopped.wait()
-
-    run(scene)
+@scene
+async def test_it_drains_before_vllm_stops(engines: list[StandIn], connector: str) -> None:
+    server = await started(connector=connector)
+    assert await server.get("/health") == 200
+    running = asyncio.create_task(server.ask())
+    await asyncio.sleep(0)
+    terminate()
+    await until(lambda: engines[0].drains)
+    assert await server.get("/health") == 503
+    engines[0].says("drained")
+    late = asyncio.create_task(server.ask())  # it is served
+    await asyncio.sleep(3 * QUIET_S)
+    assert not server.stopped.is_set()  # requests are left
+    server.go_on.set()
+    assert await running == await late == 200
+    await server.stopped.wait()
 
 
-def test_it_waits_for_what_its_engines_hold_and_for_no_others(engines: list[StandIn]) -> None:
+@scene
+async def test_it_waits_for_what_its_engines_hold_and_for_no_others(engines: list[StandIn]) -> None:
     engines += [StandIn("mine_dp1"), StandIn("mine-too")]
 
-    async def scene() -> None:
-        server = Server()
-        await server.start()
-        terminate()
-        await until(lambda: engines[1].drains)
-        engines[0].says("drained")
-        engines[1].says("draining")
-        await asyncio.sleep(3 * QUIET_S)
-        assert not server.stopped.is_set()
-        engines[1].says("drained")
-        await server.stopped.wait()
-        assert not engines[2].drains
-
-    run(scene)
+    server = await started()
+    terminate()
+    await until(lambda: engines[1].drains)
+    engines[0].says("drained")
+    engines[1].says("draining")
+    await asyncio.sleep(3 * QUIET_S)
+    assert not server.stopped.is_set()
+    engines[1].says("drained")
+    await server.stopped.wait()
+    assert not engines[2].drains
 
 
 @pytest.fixture
@@ -184,45 +192,41 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     return clock
 
 
-def test_requests_that_still_come_put_the_end_off(engines: list[StandIn], clock: FakeClock) -> None:
-    async def scene() -> None:
-        server = Server(drain_quiet_s=0.5)
-        server.go_on.set()
-        await server.start()
-        engines[0].says("drained")
-        terminate()
-        for _ in range(10):
-            assert await server.ask() == 200
-            clock.advance(0.4)
-            assert await server.get("/health") == 503  # which is no request
-            await asyncio.sleep(0.05)  # it looks a few times
-            assert not server.stopped.is_set()
-        clock.advance(0.2)
-        await server.stopped.wait()
+@scene
+async def test_requests_that_still_come_put_the_end_off(
+    engines: list[StandIn], clock: FakeClock
+) -> None:
+    server = Server(drain_quiet_s=0.5)
+    server.go_on.set()
+    await server.start()
+    engines[0].says("drained")
+    terminate()
+    for _ in range(10):
+        assert await server.ask() == 200
+        clock.advance(0.4)
+        assert await server.get("/health") == 503  # which is no request
+        await asyncio.sleep(0.05)  # it looks a few times
+        assert not server.stopped.is_set()
+    clock.advance(0.2)
+    await server.stopped.wait()
 
-    run(scene)
 
-
-def test_a_server_that_nobody_has_asked_for_long_is_not_quiet_at_once(
+@scene
+async def test_a_server_that_nobody_has_asked_for_long_is_not_quiet_at_once(
     engines: list[StandIn], clock: FakeClock
 ) -> None:
     """Routers have not seen yet that it drains."""
-
-    async def scene() -> None:
-        server = Server(drain_quiet_s=5)
-        await server.start()
-        clock.advance(1000)
-        engines[0].says("drained")
-        terminate()
-        await until(lambda: engines[0].drains)
-        for _ in range(3):
-            await asyncio.sleep(0.05)  # it looks a few times
-            assert not server.stopped.is_set()
-            clock.advance(1.5)
-        clock.advance(1)
-        await server.stopped.wait()
-
-    run(scene)
+    server = await started(drain_quiet_s=5)
+    clock.advance(1000)
+    engines[0].says("drained")
+    terminate()
+    await until(lambda: engines[0].drains)
+    for _ in range(3):
+        await asyncio.sleep(0.05)  # it looks a few times
+        assert not server.stopped.is_set()
+        clock.advance(1.5)
+    clock.advance(1)
+    await server.stopped.wait()
 
 
 @pytest.mark.parametrize(
@@ -236,79 +240,69 @@ def test_a_server_that_nobody_has_asked_for_long_is_not_quiet_at_once(
         ("POST", "/v1/chat/completions", True),
     ],
 )
-def test_a_look_at_a_server_is_no_work(
+@scene
+async def test_a_look_at_a_server_is_no_work(
     engines: list[StandIn], clock: FakeClock, method: str, path: str, works: bool
 ) -> None:
-    async def scene() -> None:
-        server = Server(drain_quiet_s=5)
-        server.go_on.set()
-        await server.start()
-        engines[0].says("drained")
-        terminate()
-        await until(lambda: engines[0].drains)
-        clock.advance(4)
-        assert await server.ask(path, method) == 200
-        clock.advance(2)
-        if works:
-            await asyncio.sleep(0.1)  # it looks a few times
-            assert not server.stopped.is_set()
-            clock.advance(5)
-        await server.stopped.wait()
-
-    run(scene)
-
-
-def test_an_answer_that_is_waited_for_is_work(engines: list[StandIn]) -> None:
-    async def scene() -> None:
-        server = Server()
-        await server.start()
-        waiting = asyncio.create_task(server.get("/v1/responses/resp_1"))
-        engines[0].says("drained")
-        terminate()
-        await asyncio.sleep(3 * QUIET_S)
+    server = Server(drain_quiet_s=5)
+    server.go_on.set()
+    await server.start()
+    engines[0].says("drained")
+    terminate()
+    await until(lambda: engines[0].drains)
+    clock.advance(4)
+    assert await server.ask(path, method) == 200
+    clock.advance(2)
+    if works:
+        await asyncio.sleep(0.1)  # it looks a few times
         assert not server.stopped.is_set()
-        server.go_on.set()
-        assert await waiting == 200
-        await server.stopped.wait()
-
-    run(scene)
+        clock.advance(5)
+    await server.stopped.wait()
 
 
-def test_a_status_file_that_cannot_be_read_is_not_that_of_an_engine_that_is_drained(
+@scene
+async def test_an_answer_that_is_waited_for_is_work(engines: list[StandIn]) -> None:
+    server = await started()
+    waiting = asyncio.create_task(server.get("/v1/responses/resp_1"))
+    engines[0].says("drained")
+    terminate()
+    await asyncio.sleep(3 * QUIET_S)
+    assert not server.stopped.is_set()
+    server.go_on.set()
+    assert await waiting == 200
+    await server.stopped.wait()
+
+
+@scene
+async def test_a_status_file_that_cannot_be_read_is_not_that_of_an_engine_that_is_drained(
     engines: list[StandIn],
 ) -> None:
-    async def scene() -> None:
-        server = Server()
-        await server.start()
-        assert await server.get("/health") == 200
-        engines[0].file.write(b"?")
-        terminate()
-        await until(lambda: engines[0].drains)
-        await asyncio.sleep(3 * QUIET_S)
-        assert not server.stopped.is_set()
-        engines[0].says("drained")
-        await server.stopped.wait()
-
-    run(scene)
+    server = await started()
+    assert await server.get("/health") == 200
+    engines[0].file.write(b"?")
+    terminate()
+    await until(lambda: engines[0].drains)
+    await asyncio.sleep(3 * QUIET_S)
+    assert not server.stopped.is_set()
+    engines[0].says("drained")
+    await server.stopped.wait()
 
 
-def test_an_engine_that_could_not_be_read_at_first_drains_too(engines: list[StandIn]) -> None:
-    async def scene() -> None:
-        server = Server()
-        await server.start()
-        engines[0].file.write(b"?")
-        terminate()
-        await asyncio.sleep(3 * QUIET_S)
-        assert not server.stopped.is_set()
-        engines[0].says("draining")
-        await until(lambda: engines[0].drains)
-        engines[0].file.close()  # it ends
-        await server.stopped.wait()
-
-    run(scene)
+@scene
+async def test_an_engine_that_could_not_be_read_at_first_drains_too(engines: list[StandIn]) -> None:
+    server = await started()
+    engines[0].file.write(b"?")
+    terminate()
+    await asyncio.sleep(3 * QUIET_S)
+    assert not server.stopped.is_set()
+    engines[0].says("draining")
+    await until(lambda: engines[0].drains)
+    engines[0].file.close()  # it ends
+    await server.stopped.wait()
 
 
-def test_an_order_that_fails_is_given_again(
+@scene
+async def test_an_order_that_fails_is_given_again(
     engines: list[StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give = drain_middleware.give_order
@@ -320,102 +314,80 @@ def test_an_order_that_fails_is_given_again(
         give(*args)
 
     monkeypatch.setattr(drain_middleware, "give_order", give_order)
-
-    async def scene() -> None:
-        server = Server()
-        await server.start()
-        running = asyncio.create_task(server.ask())
-        await asyncio.sleep(0)
-        terminate()
-        await until(lambda: engines[0].drains)
-        assert not server.stopped.is_set()
-        server.go_on.set()
-        assert await running == 200
-        engines[0].says("drained")
-        await server.stopped.wait()
-
-    run(scene)
+    server = await started()
+    running = asyncio.create_task(server.ask())
+    await asyncio.sleep(0)
+    terminate()
+    await until(lambda: engines[0].drains)
+    assert not server.stopped.is_set()
+    server.go_on.set()
+    assert await running == 200
+    engines[0].says("drained")
+    await server.stopped.wait()
 
 
-def test_the_time_out_ends_the_wait(engines: list[StandIn]) -> None:
-    async def scene() -> None:
-        server = Server(timeout=1)
-        await server.start()
-        running = asyncio.create_task(server.ask())
-        await asyncio.sleep(0)
-        terminate()
-        await server.stopped.wait()
-        assert not running.done()
-        running.cancel()
-
-    run(scene)
+@scene
+async def test_the_time_out_ends_the_wait(engines: list[StandIn]) -> None:
+    server = await started(timeout=1)
+    running = asyncio.create_task(server.ask())
+    await asyncio.sleep(0)
+    terminate()
+    await server.stopped.wait()
+    assert not running.done()
+    running.cancel()
 
 
-def test_a_second_sigterm_ends_the_wait(engines: list[StandIn]) -> None:
-    async def scene() -> None:
-        server = Server()
-        await server.start()
-        terminate()
-        await until(lambda: engines[0].drains)
-        terminate()
-        await server.stopped.wait()
-
-    run(scene)
+@scene
+async def test_a_second_sigterm_ends_the_wait(engines: list[StandIn]) -> None:
+    server = await started()
+    terminate()
+    await until(lambda: engines[0].drains)
+    terminate()
+    await server.stopped.wait()
 
 
-def test_without_a_time_out_vllm_stops_at_once(engines: list[StandIn]) -> None:
-    async def scene() -> None:
-        server = Server(timeout=0)
-        await server.start()
-        terminate()
-        await server.stopped.wait()
-        assert not engines[0].drains
-
-    run(scene)
+@scene
+async def test_without_a_time_out_vllm_stops_at_once(engines: list[StandIn]) -> None:
+    server = await started(timeout=0)
+    terminate()
+    await server.stopped.wait()
+    assert not engines[0].drains
 
 
-def test_health_follows_an_order_to_drain(engines: list[StandIn]) -> None:
-    async def scene() -> None:
-        server = Server()
-        await server.start()
-        engines[0].says("draining")
-        assert await server.get("/health") == 503
-        assert await server.get("/a/health", root_path="/a") == 503
-        assert await server.get("/ping") == 200
-        engines[0].file.write(b"?")  # so it is not known
-        await asyncio.sleep(0.3)
-        assert await server.get("/health") == 503
-        engines[0].says("serving")
-        await asyncio.sleep(0.3)
-        assert await server.get("/health") == 200
-
-    run(scene)
+@scene
+async def test_health_follows_an_order_to_drain(engines: list[StandIn]) -> None:
+    server = await started()
+    engines[0].says("draining")
+    assert await server.get("/health") == 503
+    assert await server.get("/a/health", root_path="/a") == 503
+    assert await server.get("/ping") == 200
+    engines[0].file.write(b"?")  # so it is not known
+    await asyncio.sleep(0.3)
+    assert await server.get("/health") == 503
+    engines[0].says("serving")
+    await asyncio.sleep(0.3)
+    assert await server.get("/health") == 200
 
 
-def test_a_server_whose_folder_is_gone_stops(
+@scene
+async def test_a_server_whose_folder_is_gone_stops(
     engines: list[StandIn], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene() -> None:
-        server = Server(timeout=1)
-        await server.start()
-        monkeypatch.setenv(RUNTIME_DIR_VARIABLE, str(place / "no" / "such"))
-        terminate()
-        await server.stopped.wait()
-
-    run(scene)
+    server = await started(timeout=1)
+    monkeypatch.setenv(RUNTIME_DIR_VARIABLE, str(place / "no" / "such"))
+    terminate()
+    await server.stopped.wait()
 
 
 @pytest.mark.parametrize("transfer", [None, SimpleNamespace(kv_connector="NixlConnector")])
-def test_with_other_connectors_it_does_nothing(engines: list[StandIn], transfer: Any) -> None:
-    async def scene() -> None:
-        server = Server()
-        if transfer is not None:
-            transfer.kv_connector_extra_config = {}
-        server.app.state.engine_client.vllm_config.kv_transfer_config = transfer
-        await server.start()
-        engines[0].says("draining")
-        assert await server.get("/health") == 200
-        terminate()
-        await server.stopped.wait()
-
-    run(scene)
+@scene
+async def test_with_other_connectors_it_does_nothing(engines: list[StandIn], transfer: Any) -> None:
+    server = Server()
+    if transfer is not None:
+        transfer.kv_connector_extra_config = {}
+    server.app.state.engine_client.vllm_config.kv_transfer_config = transfer
+    await server.start()
+    engines[0].says("draining")
+    assert await server.get("/health") == 200
+    terminate()
+    await server.stopped.wait()

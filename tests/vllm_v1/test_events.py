@@ -5,21 +5,19 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from omni_connector.kv.shapes import GroupShape
-from omni_connector.testing.ports import free_port
 from omni_connector.vllm_v1 import events as events_module
 from omni_connector.vllm_v1.events import KVEvents
 from tests import inspection
 from tests.toy import BLOCK
 
-from .harness import DEADLINE, assert_clean, hand_off, prompt, slots
+from .harness import assert_clean, hand_off, prompt, slots
 from .stores import MASTER, PREFIX, QUESTION, landed
 from .test_host_prefix import kept, publish, sharer  # noqa: F401 - a fixture
 
@@ -301,33 +299,6 @@ def test_without_events_nothing_is_noted(sharer):  # noqa: F811
     assert inspection.kv_events(engine.half) is None
     assert inspection.directory(engine.half).pool.listing.changes is None
     assert engine.scheduler.connector.take_events() == ()
-
-
-def test_vllms_publisher_brings_them_to_a_subscriber(sharer):  # noqa: F811
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-    router = Router()
-    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
-        subscriber.bind(endpoint)
-        subscriber.subscribe("")
-        engine = sharer(
-            events=KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
-        )
-
-        def receive(seconds):
-            if not subscriber.poll(1000 * seconds):
-                return False
-            payload = subscriber.recv_multipart()[-1]
-            router.hears(msgspec.msgpack.decode(payload, type=KVEventBatch))
-            return True
-
-        for seed in range(100):  # what is sent before the connection is there is lost
-            publish(engine, prompt(BLOCK, seed=seed + 2))
-            if receive(0.1):
-                break
-        publish(engine)
-        while router.holds("CPU", PREFIX) < 6:
-            assert receive(DEADLINE)
-    assert router.holds("GPU", PREFIX) == 0 or router.of("GPU")
 
 
 @pytest.fixture

@@ -212,14 +212,6 @@ def test_blocks_of_several_engines_and_the_store_run_by_run(sharer, shelf):  # n
     assert not found.apart
 
 
-def test_what_the_own_cache_has_evicted_is_in_the_own_arena(sharer):  # noqa: F811
-    alone = sharer(usable_blocks=10)
-    publish(alone)
-    for seed in range(3):
-        publish(alone, prompt(8 * BLOCK, seed=seed))
-    assert agree(alone, QUESTION).sources["arena"] >= 2 * BLOCK
-
-
 @pytest.mark.parametrize("length", [1, BLOCK, BLOCK + 1, 6 * BLOCK - 1, 6 * BLOCK])
 def test_the_last_token_is_computed(sharer, length):  # noqa: F811
     first, second = sharer(), sharer()

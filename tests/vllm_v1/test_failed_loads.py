@@ -17,6 +17,7 @@ from tests.kv.conftest import HostStream
 from tests.toy import BLOCK
 
 from .harness import HANDOFF, InProcessEngine, assert_clean, hand_off, leased, prompt, wait
+from .held import no_such_page
 from .test_preemption import preempt_now
 
 pytestmark = pytest.mark.vllm
@@ -51,10 +52,7 @@ def peer_is_gone(prefill: InProcessEngine, decode: InProcessEngine) -> None:
 
 
 def copier_fails(prefill: InProcessEngine, decode: InProcessEngine) -> None:
-    def fail() -> None:
-        raise OSError("no such page")
-
-    decode.hold().before_load = fail
+    decode.hold().before_load = no_such_page
 
 
 FAILURES = {
@@ -169,11 +167,8 @@ def test_without_checksums_changed_bytes_would_be_served(engine, tokens):
 def test_a_failed_copy_to_slots_is_no_handoff(engine, tokens, log):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
 
-    def fail(*args, **kwargs):
-        raise OSError("no such page")
-
     held = prefill.hold()
-    held.save = fail
+    held.save = no_such_page
     answer = prefill.generate(PROMPT, params=HANDOFF)
     assert answer.tokens == tokens(PROMPT, 1)
     assert decode.generate(PROMPT, 6, params=answer.params).tokens == tokens(PROMPT, 6)
@@ -185,11 +180,8 @@ def test_a_failed_copy_to_slots_is_no_handoff(engine, tokens, log):
 def test_a_copy_that_fails_early_is_told_by_the_answer(engine, tokens):
     prefill, decode = engine("kv_producer", max_tokens_a_step=2 * BLOCK), engine("kv_consumer")
 
-    def fail(*args, **kwargs):
-        raise OSError("no such page")
-
     prefill.instant_copies = True
-    prefill.hold().save = fail
+    prefill.hold().save = no_such_page
     answer = prefill.generate(PROMPT, params=HANDOFF)
     assert answer.params["omni_no_handoff"] == "save_failed"
     assert decode.generate(PROMPT, 6, params=answer.params).tokens == tokens(PROMPT, 6)
@@ -203,11 +195,8 @@ def test_a_copy_that_fails_for_one_hand_off_is_told_by_all_that_share_its_slots(
     prefill = engine("kv_producer", **options)
     decode = engine("kv_consumer")
 
-    def fail(*args, **kwargs):
-        raise OSError("no such page")
-
     prefill.instant_copies = True
-    prefill.hold().save = fail
+    prefill.hold().save = no_such_page
     ids = [prefill.submit(PROMPT, params=HANDOFF) for _ in range(2)]
     prefill.run(lambda: prefill.done(*ids))
     answers = [prefill.answers[each].params for each in ids]

@@ -6,7 +6,6 @@ import dataclasses
 import pytest
 from vllm.v1.request import FinishReason
 
-from omni_connector.copy.load_plans import LoadPlans
 from tests import inspection
 from tests.toy import (
     BLOCK,
@@ -21,7 +20,15 @@ from tests.toy import (
     WINDOW,
 )
 
-from .harness import HANDOFF, Answer, assert_clean, hand_off, prompt, require_right_handoffs
+from .harness import (
+    HANDOFF,
+    Answer,
+    assert_clean,
+    hand_off,
+    prompt,
+    require_right_handoffs,
+    turn_plans,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -263,19 +270,13 @@ def test_heads_and_states_are_sliced_and_joined(engine, family, ranks):
 def test_what_another_rank_has_of_them_is_noticed_by_these_tests(engine, monkeypatch, kind):
     """It has slots of the same size, with right checksums and generations."""
     family = "state and full"
-    swapped, plan = FAMILIES[family].index(kind), LoadPlans._plan
+    swapped = FAMILIES[family].index(kind)
 
-    def turned(plans, source, group):
-        found = plan(plans, source, group)
-        if group != swapped:
-            return found
-        sources = (
-            dataclasses.replace(each, arenas=tuple(1 - at for at in each.arenas))
-            for each in found.sources
-        )
-        return dataclasses.replace(found, sources=tuple(sources))
+    def turned(each, _, group, __):
+        arenas = tuple(1 - at for at in each.arenas)
+        return dataclasses.replace(each, arenas=arenas) if group == swapped else each
 
-    monkeypatch.setattr(LoadPlans, "_plan", turned)
+    turn_plans(monkeypatch, turned)
     prefill = engine("kv_producer", family=family, ranks=2)
     decode = engine("kv_consumer", family=family)
     asked = prompt(5 * BLOCK + 1)

@@ -103,18 +103,6 @@ def test_wrong_bytes_are_computed_anew_and_replaced(sharer, folder, tokens):
     assert_clean(first, second, third)
 
 
-def test_the_block_of_another_key_is_not_taken(sharer, folder, tokens):
-    first, second = sharer(), sharer()
-    publish(first, folder)
-    one, other = files(folder)[:2]
-    one.rename(folder / "kept")
-    other.rename(one)
-    (folder / "kept").rename(other)
-    assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
-    assert second.failures() == {"store_checksum_mismatch": 1}
-    assert not one.exists() or not other.exists() or second.count("tokens_shared") == 0
-
-
 def test_torn_files_are_computed_anew(sharer, folder, tokens):
     first, second = sharer(), sharer()
     publish(first, folder)

@@ -103,15 +103,6 @@ def test_blocks_that_depend_on_later_tokens_are_nobody_elses(engine, monkeypatch
     assert not set(one.slots[0].tolist()) & set(other.slots[0].tolist())
 
 
-@pytest.mark.parametrize("integrity", ["full", "generation"])
-def test_with_and_without_checksums(engine, tokens, integrity):
-    extra = {"integrity": integrity}
-    prefill = engine("kv_producer", extra=extra)
-    decode = engine("kv_consumer", extra=extra)
-    assert hand_off(prefill, decode, prompt(70)) == tokens(prompt(70), 6)
-    assert decode.count("handoffs_received") == 1
-
-
 def test_what_the_decode_engine_holds_is_not_moved(engine, tokens):
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     full = prompt(10 * BLOCK + 3)

@@ -10,7 +10,6 @@ from collections import Counter
 
 import pytest
 
-from omni_connector.copy import load_plans
 from omni_connector.vllm_v1 import assembly
 from tests import inspection
 from tests.toy import BLOCK, LAYERS
@@ -21,6 +20,7 @@ from .harness import (
     hand_off,
     prompt,
     require_right_handoffs,
+    turn_plans,
 )
 from .stores import MASTER, PREFIX, QUESTION, landed
 from .test_host_prefix import neighbours, publish, sharer  # noqa: F401 - a fixture
@@ -145,18 +145,11 @@ def test_each_pipeline_stage_spreads_its_slots_over_as_many_ranks_as_its_layers_
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_the_slots_of_another_head_are_noticed_by_these_tests(engine, monkeypatch, ranks):
-    plan = load_plans.LoadPlans._plan
-
-    def turned(plans, source, group):
-        found = plan(plans, source, group)
-        of_head = {each: (each + ranks // 2) % ranks for each in range(ranks)}
-        sources = tuple(
-            dataclasses.replace(each, arenas=tuple(map(of_head.get, each.arenas)))
-            for each in found.sources
-        )
-        return dataclasses.replace(found, sources=sources)
-
-    monkeypatch.setattr(load_plans.LoadPlans, "_plan", turned)
+    of_head = {each: (each + ranks // 2) % ranks for each in range(ranks)}
+    turn_plans(
+        monkeypatch,
+        lambda each, *_: dataclasses.replace(each, arenas=tuple(map(of_head.get, each.arenas))),
+    )
     prefill, decode = (engine(role, ranks=ranks) for role in ("kv_producer", "kv_consumer"))
     asked = prompt(8 * BLOCK + 1)
     assert hand_off(prefill, decode, asked) != engine().generate(asked, 6).tokens

@@ -140,10 +140,6 @@ def test_a_peer_that_does_not_answer_is_given_up_in_time(engine, tokens, monkeyp
     assert not decode.leftovers()
 
 
-def test_reset_on_a_decode_engine_works(engine):
-    assert engine("kv_consumer").scheduler.reset_prefix_cache(reset_connector=True)
-
-
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
 def test_shutdown_leaves_no_thread_and_no_socket_and_may_be_repeated(engine, runtime, role):
     each = engine(role)

@@ -4,10 +4,9 @@
 import pytest
 
 from omni_connector.prefix import misses
-from tests import inspection
 from tests.toy import BLOCK
 
-from .harness import prompt, slots
+from .harness import prompt
 from .stores import MASTER, PREFIX, QUESTION
 from .test_host_prefix import publish, sharer  # noqa: F401 - a fixture
 
@@ -43,23 +42,6 @@ def test_what_nobody_has_computed_was_never_seen(sharer, missed):  # noqa: F811
     assert missed(first, QUESTION + prompt(2 * BLOCK, seed=5)) == {"never_seen": 2 * BLOCK}
     assert first.count("tokens_cached") == 6 * BLOCK
     assert missed(second, QUESTION) == {}
-
-
-def test_what_had_to_make_room_was_evicted(sharer, missed):  # noqa: F811
-    engine = sharer(extra=slots(8))
-    for seed in (1, 2, 3):
-        publish(engine, prompt(4 * BLOCK, seed=seed))
-    assert engine.scheduler.kv_cache_manager.reset_prefix_cache()
-    inspection.begin_epoch(engine.half)  # as if this had been an eviction
-    assert missed(engine, prompt(4 * BLOCK, seed=1)) == {"evicted": 3 * BLOCK}
-    assert missed(engine, prompt(4 * BLOCK, seed=3)) == {}
-
-
-def test_the_same_tokens_under_another_salt(sharer, missed):  # noqa: F811
-    engine = sharer()
-    assert missed(engine, PREFIX, salt="a") == {"never_seen": 5 * BLOCK}
-    assert missed(engine, PREFIX, salt="b") == {"other_salt": 5 * BLOCK}
-    assert missed(engine, PREFIX, salt="b") == {}
 
 
 def test_a_store_that_answers_too_late(engine, shelf, missed):

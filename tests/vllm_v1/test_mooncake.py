@@ -40,20 +40,17 @@ def test_tokens_are_those_of_a_single_engine(engine, family, instant):
     assert decode.count("peer:mooncake:configured") == 1
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [(2, 1), (1, 2), (2, 2)])
-def test_engines_of_other_numbers_of_ranks(engine, theirs, ours):
-    prefill = engine("kv_producer", extra=MOONCAKE, ranks=theirs)
-    decode = engine("kv_consumer", extra=MOONCAKE, ranks=ours)
-    reference = engine(ranks=ours)
-    require_right_handoffs(prefill, decode, reference, LENGTHS)
-
-
-@pytest.mark.parametrize(("theirs", "ours"), [(32, 16), (16, 32)])
-def test_blocks_of_other_sizes(engine, theirs, ours):
-    prefill = engine("kv_producer", extra=MOONCAKE, block_size=theirs)
-    decode = engine("kv_consumer", extra=MOONCAKE, block_size=ours)
-    reference = engine(block_size=ours)
-    require_right_handoffs(prefill, decode, reference, LENGTHS)
+@pytest.mark.parametrize(
+    ("option", "theirs", "ours"),
+    [
+        *(("ranks", 2, 1), ("ranks", 1, 2), ("ranks", 2, 2)),
+        *(("block_size", 32, 16), ("block_size", 16, 32)),
+    ],
+)
+def test_engines_of_other_numbers_of_ranks_and_blocks_of_other_sizes(engine, option, theirs, ours):
+    prefill = engine("kv_producer", extra=MOONCAKE, **{option: theirs})
+    decode = engine("kv_consumer", extra=MOONCAKE, **{option: ours})
+    require_right_handoffs(prefill, decode, engine(**{option: ours}), LENGTHS)
 
 
 # What is copied here is a copy already; tests/transports has the case of a slot that is reused.

@@ -6,13 +6,20 @@ import dataclasses
 import msgspec
 import pytest
 
-from omni_connector.copy import load_plans
 from omni_connector.errors import ConfigError
 from omni_connector.kv import compatibility
 from tests import inspection
 from tests.toy import BLOCK, FAMILIES, LAYERS, WINDOW
 
-from .harness import HANDOFF, assert_clean, hand_off, prompt, require_right_handoffs, spoil
+from .harness import (
+    HANDOFF,
+    assert_clean,
+    hand_off,
+    prompt,
+    require_right_handoffs,
+    spoil,
+    turn_plans,
+)
 from .stores import PREFIX, QUESTION, landed
 from .test_host_prefix import publish, sharer  # noqa: F401 - a fixture
 from .test_layers import announce, drain
@@ -72,21 +79,15 @@ def test_a_connector_that_moves_nothing_is_found_out(engine, family):
 
 def test_stages_that_are_swapped_are_noticed_by_these_tests(engine, monkeypatch, tokens):
     """Stages with equally many layers have slots of one size, and their checksums are right."""
-    plan = load_plans.LoadPlans._plan
-
-    def swapped(plans, source, group):
-        found = plan(plans, source, group)
-        sources = (
-            dataclasses.replace(each, arenas=tuple({0: 0, 1: 2, 2: 1}[at] for at in each.arenas))
-            for each in found.sources
-        )
-        return dataclasses.replace(found, sources=tuple(sources))
-
     prefill = engine("kv_producer", stages=EVEN)
     right, wrong = (engine("kv_consumer", stages=EVEN) for _ in range(2))
     asked = prompt(100)
     assert hand_off(prefill, right, asked) == tokens(asked, 6)
-    monkeypatch.setattr(load_plans.LoadPlans, "_plan", swapped)
+    other = {0: 0, 1: 2, 2: 1}
+    turn_plans(
+        monkeypatch,
+        lambda each, *_: dataclasses.replace(each, arenas=tuple(map(other.get, each.arenas))),
+    )
     assert hand_off(prefill, wrong, asked) != tokens(asked, 6)
     assert wrong.count("tokens_loaded") == 99
     assert not wrong.failures()

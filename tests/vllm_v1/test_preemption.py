@@ -5,7 +5,7 @@ import pytest
 
 from tests.toy import BLOCK
 
-from .harness import HANDOFF, InProcessEngine, assert_clean, prompt
+from .harness import HANDOFF, InProcessEngine, assert_clean, count_computed, prompt
 
 pytestmark = pytest.mark.vllm
 
@@ -24,19 +24,11 @@ def preempt_now(engine: InProcessEngine, request_id: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["full", "window", "all three"])
-def test_a_prefill_that_is_preempted_with_its_token_in_flight_is_not_computed_again(
-    engine, monkeypatch, family
-):
+def test_a_prefill_that_is_preempted_with_its_token_in_flight_is_not_computed_again(engine, family):
     options = {"family": family, "usable_blocks": 40}
     prefill = engine("kv_both", async_scheduling=True, prefix_caching=False, **options)
     decode, alone = engine("kv_consumer", **options), engine(**options)
-    computed = []
-    execute = prefill.execute
-    monkeypatch.setattr(
-        prefill,
-        "execute",
-        lambda step: computed.append(step.total_num_scheduled_tokens) or execute(step),
-    )
+    computed = count_computed(prefill)
     held = prefill.hold(saves=True)
     handed = prefill.submit(HANDED, params=HANDOFF)
     prefill.step()

@@ -68,14 +68,6 @@ def test_after_a_hand_off_nothing_is_computed_again(engine, computed, family, ov
 
 
 @of_all
-def test_a_connector_that_moves_nothing_is_found_out(engine, family):
-    options = {"family": family, "connector": "NoOpConnector"}
-    prefill, decode = engine("kv_producer", **options), engine("kv_consumer", **options)
-    asked = prompt(4 * REPLAYED + 5)
-    assert hand_off(prefill, decode, asked) != engine(family=family).generate(asked, 6).tokens
-
-
-@of_all
 @pytest.mark.parametrize("length", [BLOCK, 2 * REPLAYED, 5 * REPLAYED + 7])
 def test_a_hand_off_without_the_window_is_found_out(engine, family, monkeypatch, length):
     prefill, decode = engine("kv_producer", family=family), engine("kv_consumer", family=family)
@@ -124,17 +116,6 @@ def test_a_prefill_engine_that_computes_the_window_again_hands_it_off(engine, co
 def test_windows_are_handed_off_between_ranks(engine, family, ranks):
     prefill = engine("kv_producer", family=family, ranks=ranks[0])
     decode = engine("kv_consumer", family=family, ranks=ranks[1])
-    lengths = (5, REPLAYED, 3 * REPLAYED + 5)
-    require_right_handoffs(prefill, decode, engine(family=family), lengths)
-
-
-@of_all
-@pytest.mark.parametrize("sizes", [(16, 8), (8, 16)], ids=str)
-def test_windows_are_handed_off_between_blocks_of_other_sizes(engine, family, sizes):
-    prefill, decode = (
-        engine(role, family=family, block_size=size, usable_blocks=128)
-        for role, size in zip(("kv_producer", "kv_consumer"), sizes, strict=True)
-    )
     lengths = (5, REPLAYED, 3 * REPLAYED + 5)
     require_right_handoffs(prefill, decode, engine(family=family), lengths)
 

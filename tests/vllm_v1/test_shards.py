@@ -14,8 +14,6 @@ import pytest
 from msgspec import UNSET
 from vllm.config.kv_events import KVEventsConfig
 
-from omni_connector.copy import load_plans
-from omni_connector.vllm_v1 import assembly
 from tests import inspection, toy, toy_runner
 from tests.toy import BLOCK
 
@@ -26,6 +24,7 @@ from .harness import (
     prompt,
     require_right_handoffs,
     slots,
+    turn_plans,
     wait,
 )
 from .places import Place, ask, publish
@@ -184,19 +183,13 @@ def test_shards_of_another_rank_are_noticed_by_these_tests(
     engine, place, monkeypatch, family, sharing
 ):
     """They hold states of the same tokens, with right checksums and generations."""
-    plan = load_plans.LoadPlans._plan
 
-    def turned(plans, source, group):
-        found = plan(plans, source, group)
-        if not found.divided:
-            return found
+    def turned(each, found, *_):
         number = len(found.sources[0].arenas)
-        sources = [
-            dataclasses.replace(each, shard=(each.shard + 1) % number) for each in found.sources
-        ]
-        return dataclasses.replace(found, sources=tuple(sources))
+        shard = (each.shard + 1) % number if found.divided else each.shard
+        return dataclasses.replace(each, shard=shard)
 
-    monkeypatch.setattr(load_plans.LoadPlans, "_plan", turned)
+    turn_plans(monkeypatch, turned)
     asked = prompt(8 * BLOCK + 1)
     expected = engine(family=family).generate([*asked, 5], 6).tokens
     if sharing:
@@ -234,22 +227,6 @@ def test_wrong_bytes_of_one_shard_are_noticed_by_its_rank(place, engine):
 
 def test_new_weights_void_what_each_rank_has(engine):
     require_void(engine, "state and full", stripes=4)
-
-
-def test_engines_that_divide_otherwise_are_no_neighbours(place, engine, monkeypatch):
-    first = place(family="state and full", ranks=4)
-    with monkeypatch.context() as apart:
-        apart.setattr(assembly, "num_near_ranks", lambda _: 1)
-        second = engine("kv_both", family="state and full", ranks=4, extra={"share": True})
-    assert (shards(first), shards(second)) == (2, 1)
-    asked = prompt(6 * BLOCK + 9)
-    publish(place, first, asked)
-    neighbours = inspection.neighbours(second.half)
-    neighbours.look()
-    assert not neighbours.present()
-    expected = engine(family="state and full").generate([*asked, 4], 6).tokens
-    assert second.generate([*asked, 4], 6).tokens == expected
-    assert second.count("tokens_from_host") == 0
 
 
 EVENTS = KVEventsConfig(enable_kv_cache_events=True, publisher="null")

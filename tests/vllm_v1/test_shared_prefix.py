@@ -15,6 +15,7 @@ from tests.toy import BLOCK, WINDOW
 
 from . import harness
 from .harness import HANDOFF, assert_clean, prompt
+from .held import no_such_page
 from .stores import PREFIX, QUESTION, SwitchedShelf, landed, publish
 
 pytestmark = pytest.mark.vllm
@@ -64,19 +65,6 @@ def test_wrong_bytes_that_nobody_checks_are_noticed_by_these_tests(
     assert answer.tokens != engine(family=family).generate(QUESTION, 6).tokens
 
 
-@pytest.mark.parametrize(
-    ("length", "shared"),
-    [(7, 0), (BLOCK, 0), (BLOCK + 1, 1), (3 * BLOCK + 7, 3), (6 * BLOCK - 1, 5), (6 * BLOCK, 5)],
-)
-def test_of_a_prompt_that_is_stored_the_last_token_is_computed(
-    sharer, shelf, tokens, length, shared
-):
-    first, second = sharer(), sharer()
-    publish(first, shelf)
-    assert second.generate(PREFIX[:length], 4).tokens == tokens(PREFIX[:length], 4)
-    assert second.count("tokens_shared") == shared * BLOCK
-
-
 def test_only_what_is_beyond_the_local_prefix_is_loaded(sharer, shelf, tokens):
     first, second = sharer(), sharer()
     publish(first, shelf)
@@ -92,15 +80,6 @@ def test_prompts_part_where_they_differ(sharer, shelf, tokens):
     other = PREFIX[: 4 * BLOCK + 5] + prompt(40, seed=3)
     assert second.generate(other, 6).tokens == tokens(other, 6)
     assert second.count("tokens_shared") == 4 * BLOCK
-
-
-def test_answers_are_shared_like_prompts(sharer, shelf, tokens):
-    first, second = sharer(), sharer()
-    reply = publish(first, shelf, QUESTION, max_tokens=3 * BLOCK).tokens
-    again = QUESTION + reply + prompt(9, seed=2)
-    assert second.generate(again, 6).tokens == tokens(again, 6)
-    shared = (len(QUESTION) + len(reply) - 1) // BLOCK * BLOCK
-    assert second.count("tokens_shared") == shared
 
 
 def test_what_is_stored_is_not_sent_again(sharer, shelf):
@@ -315,13 +294,10 @@ def test_a_copier_that_fails(sharer, shelf, tokens, log):
     first, second = sharer(), sharer()
     publish(first, shelf)
 
-    def fail(*args, **kwargs):
-        raise OSError("no such page")
-
     held = second.hold()
-    held.before_load = fail
+    held.before_load = no_such_page
     assert second.generate(QUESTION, 6).tokens == tokens(QUESTION, 6)
-    held.save = fail
+    held.save = no_such_page
     other = prompt(70, seed=8)
     assert second.generate(other, 6).tokens == tokens(other, 6)
     assert second.failures() == {"store_load_failed": 1, "store_save_failed": 1}

@@ -13,7 +13,6 @@ import pytest
 from msgspec import UNSET
 
 from omni_connector.arena.format import SlotState
-from omni_connector.copy import load_plans
 from omni_connector.errors import ConfigError
 from omni_connector.vllm_v1 import assembly
 from omni_connector.vllm_v1.metadata import num_near_ranks
@@ -29,6 +28,7 @@ from .harness import (
     prompt,
     require_right_handoffs,
     run,
+    turn_plans,
     wait,
 )
 from .stores import QUESTION
@@ -109,34 +109,20 @@ def test_some_groups_must_be_the_same_on_all_ranks(engine, family, stripes, stag
 
 def other_stripe(monkeypatch):
     """Have ranks read each slot in the arena of the rank after its owner's."""
-    plan = load_plans.LoadPlans._plan
-
-    def turned(plans, source, group):
-        found = plan(plans, source, group)
-        sources = tuple(
-            dataclasses.replace(each, arenas=each.arenas[1:] + each.arenas[:1])
-            for each in found.sources
-        )
-        return dataclasses.replace(found, sources=sources)
-
-    monkeypatch.setattr(load_plans.LoadPlans, "_plan", turned)
+    turn_plans(
+        monkeypatch,
+        lambda each, *_: dataclasses.replace(each, arenas=each.arenas[1:] + each.arenas[:1]),
+    )
 
 
 def test_a_rank_that_alone_reads_another_stripe_is_noticed_by_these_tests(engine, monkeypatch):
-    plan = load_plans.LoadPlans._plan
     prefill, decode = (engine(role, ranks=2, **LATENT) for role in ("kv_producer", "kv_consumer"))
     wrong = inspection.load_plans(decode.worker_halves[1])
 
-    def turned(plans, source, group):
-        found = plan(plans, source, group)
-        if plans is not wrong:
-            return found
-        sources = tuple(
-            dataclasses.replace(each, arenas=each.arenas[::-1]) for each in found.sources
-        )
-        return dataclasses.replace(found, sources=sources)
+    def turned(each, _, __, plans):
+        return dataclasses.replace(each, arenas=each.arenas[::-1]) if plans is wrong else each
 
-    monkeypatch.setattr(load_plans.LoadPlans, "_plan", turned)
+    turn_plans(monkeypatch, turned)
     with pytest.raises(WrongBytes, match="two ranks keep different bytes"):
         hand_off(prefill, decode, prompt(8 * BLOCK + 1))
     assert not decode.failures()
