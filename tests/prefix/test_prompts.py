@@ -66,32 +66,6 @@ FULL = group_shape(block_size=16)
 WINDOW = group_shape(kind="sliding_window", attention_type="window", window=33, block_size=16)
 
 
-@pytest.mark.parametrize(
-    ("full", "window", "start", "end", "reached"),
-    [
-        ("xxxx", "xxxx", 0, 64, 64),
-        ("xxxx", "xxxx", 0, 63, 48),
-        ("xx.x", "xxxx", 0, 64, 32),
-        ("..xx", "xxxx", 32, 64, 64),  # vLLM itself has the beginning
-        ("..xx", "..xx", 32, 64, 64),
-        ("xxxx", "..xx", 0, 64, 64),  # the window reads no more
-        ("xxxx", ".x.x", 0, 64, 0),
-        ("xxxx", "xxx.", 0, 64, 48),
-        ("....", "xxxx", 0, 64, 0),
-        ("....", "xxxx", 16, 64, 16),
-    ],
-)
-def test_a_prefix_reaches_as_far_as_each_group_has_what_is_read(
-    full: str, window: str, start: int, end: int, reached: int
-) -> None:
-    groups = [
-        (shape, Held.of([each == "x" for each in held]))
-        for shape, held in ((FULL, full), (WINDOW, window))
-    ]
-    assert reach(groups, 16, start, end) == reached
-    assert reach(groups, 32, start, end) <= reached
-
-
 SHAPES = (
     FULL,
     WINDOW,
