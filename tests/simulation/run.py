@@ -359,6 +359,8 @@ def _nothing_of_the_process(cluster: Cluster, threads: int, descriptors: int) ->
         raise Violation("left_behind", "threads of the process")
     for owner in {owner for owner, _ in cluster.host.arenas.values()}:
         raise Violation("left_behind", f"the arena of {owner}")
+    for error in cluster.world.told_to_vllm:
+        error.__traceback__ = None  # its frames are those of all threads, which wait in each other
     for _ in range(_COLLECTIONS):  # what a killed engine was in the middle of
         if _descriptors() > descriptors:
             gc.collect()

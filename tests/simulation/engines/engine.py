@@ -342,7 +342,9 @@ class SimulatedEngine(Actor):
             if how.compiles:
                 grammar.set_result(AnyToken())
             else:
-                grammar.set_exception(ValueError("no grammar"))
+                error = ValueError("no grammar")
+                self.world.told_to_vllm.append(error)
+                grammar.set_exception(error)
 
         self.world.later(how.compile_s or 0.0, end)
 

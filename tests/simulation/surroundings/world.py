@@ -91,6 +91,7 @@ class World:
         without_drafter: engines that have no drafter with KV.
         held_up: by owner, until when a thread was last kept in the middle of an act, as another
             that acted meanwhile had to wait.
+        told_to_vllm: errors that engines were told, and may keep.
     """
 
     def __init__(self, seed: str, pace: float = 0.0, interrupts: float = 0.0) -> None:
@@ -109,6 +110,7 @@ class World:
         self._engines: list[Actor] = []  # those of them that are engines' threads
         self.story: list[tuple[float, str]] = []
         self.violation: Violation | None = None
+        self.told_to_vllm: list[Exception] = []
         self.dead: set[str] = set()
         self.stopped: set[str] = set()
         self._bytes = random.Random(f"{seed}/bytes")
