@@ -70,7 +70,7 @@ _barrier_lock = threading.Lock()
 
 
 def _u64s(what: str, values: ArrayLike) -> NDArray[np.uint64]:
-    """These values `(n,)`, of which there may be one by itself, as they stand in headers."""
+    """One value or several `(n,)`, as the words `(n,)` that stand in headers."""
     try:
         given = np.asarray(
             values, None if isinstance(values, np.ndarray | np.generic) else np.uint64

@@ -618,7 +618,7 @@ class OmniScheduler:
 
     def settle(self, copies: Callable[[], CopiesOfRanks]) -> None:
         """Wait until no copy of any rank touches KV blocks any more, where that alone blocks a
-        reset; see `CopyLedger.settle`. Those that wait for a step are not made.
+        reset; see `CopyLedger.settle`. Copies that no worker was told of yet are given up.
 
         Args:
             copies: makes what asks the ranks.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a request is in its `RequestState`: here is said which
-objects keep maps by request id all the same."""
+"""What is known of a request is in its `RequestState`; which objects keep maps by request id all
+the same."""
 
 import ast
 from collections.abc import Iterator
